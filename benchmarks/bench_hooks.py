@@ -121,7 +121,7 @@ def leave_copies_out(engine: Any, nbytes: int, device: torch.device) -> None:
         opened(*arguments, **options), nbytes, device
     )
     try:
-        assert isinstance(engine.transfers(device).swap.lane, native.StillLane)
+        assert isinstance(engine.transfers(device).lane, native.StillLane)
     finally:
         transfers.open_lane = opened
 

@@ -30,10 +30,32 @@ inline py::object from(const char* module, const char* name) {
 
 inline uintptr_t as_int(const void* address) { return reinterpret_cast<uintptr_t>(address); }
 
+// An object with these attributes.
+template <class... Attributes>
+py::object with_attributes(Attributes&&... attributes) {
+  return from("types", "SimpleNamespace")(std::forward<Attributes>(attributes)...);
+}
+
+// A caster of structs that Python only reads: `fields_of` makes what it gets.
+template <class Struct>
+struct FieldsCaster {
+  static constexpr auto name = py::detail::const_name("object");
+
+  static py::handle cast(const Struct& given, py::return_value_policy, py::handle) {
+    return fields_of(given).release();
+  }
+};
+
 // A caster of structs that are tuples in Python, of all members.
 template <class Struct, auto... members>
 struct TupleCaster {
-  PYBIND11_TYPE_CASTER(Struct, py::detail::const_name("tuple"));
+  template <auto member>
+  using Member = std::decay_t<decltype(std::declval<Struct&>().*member)>;
+
+  PYBIND11_TYPE_CASTER(Struct,
+                       py::detail::const_name("tuple[") +
+                           py::detail::concat(py::detail::make_caster<Member<members>>::name...) +
+                           py::detail::const_name("]"));
 
   bool load(py::handle source, bool convert) {
     return load_from(source, convert, sizeof...(members));
@@ -58,13 +80,12 @@ struct TupleCaster {
  private:
   template <auto member>
   bool load_member(const py::tuple& given, size_t place, bool convert) {
-    using Member = std::remove_reference_t<decltype(value.*member)>;
-    py::detail::make_caster<Member> caster;
+    py::detail::make_caster<Member<member>> caster;
     if (place < given.size()) {
       if (!caster.load(given[place], convert)) {
         return false;
       }
-      value.*member = py::detail::cast_op<Member>(std::move(caster));
+      value.*member = py::detail::cast_op<Member<member>>(std::move(caster));
     }
     return true;
   }
@@ -86,24 +107,19 @@ template <>
 struct pybind11::detail::type_caster<memswap::Action> {
   PYBIND11_TYPE_CASTER(memswap::Action, const_name("memswap.Action"));
 
-  static constexpr const char* kNames[] = {"KEEP", "ENCODE", "SWAP", "ENCODE_SWAP", "RECOMPUTE"};
-
   bool load(handle source, bool) {
-    for (uint8_t number = 0; number < std::size(kNames); ++number) {
-      if (source.is(member(kNames[number]))) {
-        value = static_cast<memswap::Action>(number);
-        return true;
-      }
+    const object number = in_module("NUMBERS").attr("get")(source);
+    if (number.is_none()) {
+      return false;
     }
-    return false;
+    value = static_cast<memswap::Action>(number.cast<uint8_t>());
+    return true;
   }
 
   static handle cast(memswap::Action action, return_value_policy, handle) {
-    return member(kNames[static_cast<size_t>(action)]).release();
+    return object(in_module("ACTIONS")[int_(static_cast<int>(action))]).release();
   }
 
  private:
-  static object member(const char* name) {
-    return memswap::from("memswap.engine.action", "Action").attr(name);
-  }
+  static object in_module(const char* name) { return memswap::from("memswap.engine.action", name); }
 };

@@ -17,10 +17,40 @@ template <>
 struct py::detail::type_caster<memswap::Encoding>
     : memswap::TupleCaster<memswap::Encoding, &memswap::Encoding::encoded,
                            &memswap::Encoding::ticket> {};
+template <>
+struct py::detail::type_caster<memswap::FrameReport> : memswap::FieldsCaster<memswap::FrameReport> {
+};
+template <>
+struct py::detail::type_caster<memswap::Arena::Statistics>
+    : memswap::FieldsCaster<memswap::Arena::Statistics> {};
 
 namespace memswap {
 
+static py::object fields_of(const FrameReport& report) {
+  const frame::Header& of = report.header;
+  return with_attributes("elements"_a = of.elements, "blocks"_a = of.blocks, "dtype"_a = of.dtype,
+                         "shape"_a = of.shape, "frame_nbytes"_a = report.frame_nbytes(),
+                         "var_capacity"_a = of.var_capacity, "var_used"_a = of.var_used,
+                         "overflow_used"_a = of.overflow_used, "zeros"_a = of.zeros,
+                         "center_sum"_a = of.center_sum, "status"_a = of.status);
+}
+
+static py::object fields_of(const Arena::Statistics& all) {
+  return py::dict("budget_bytes"_a = all.budget_bytes, "reserved_bytes"_a = all.reserved_bytes,
+                  "pinned_bytes"_a = all.pinned_bytes, "set_aside_bytes"_a = all.set_aside_bytes,
+                  "chunks"_a = all.chunks, "live_shares"_a = all.live_shares,
+                  "resets"_a = all.resets, "refusals"_a = all.refusals);
+}
+
 namespace {
+
+py::object layout_of(int64_t dtype, int64_t shape, uint64_t elements) {
+  const frame::Layout layout = checked_layout(dtype, shape, elements);
+  const uint64_t most = layout.max_var_units();
+  return with_attributes("elements"_a = layout.elements, "blocks"_a = layout.blocks,
+                         "fixed_nbytes"_a = layout.var, "max_var_units"_a = most,
+                         "max_nbytes"_a = layout.bytes(most));
+}
 
 // Python's buffers and bytes without numpy, which torch may have been installed without.
 at::Tensor frame_of(const py::buffer& bytes) {
@@ -36,20 +66,6 @@ py::bytes bytes_of(const at::Tensor& frame) {
   return {static_cast<const char*>(frame.const_data_ptr()), frame.nbytes()};
 }
 
-template <auto member>
-auto in_header(const FrameReport& report) {
-  return report.header.*member;
-}
-
-// What is asked of the codec that serves a device, and what is said where none does.
-template <class Result, class... Arguments, class Ask>
-auto of_codec(Result without, Ask ask) {
-  return [without, ask](const c10::Device& device, Arguments... arguments) -> Result {
-    const memswap_codec* const codec = codec_of(device.type());
-    return codec ? Result(ask(*codec, device, arguments...)) : without;
-  };
-}
-
 constexpr const char* kCapsule = "memswap_codec";
 
 void serve(const std::string& device_type, const py::capsule& capsule) {
@@ -60,30 +76,7 @@ void serve(const std::string& device_type, const py::capsule& capsule) {
 }
 
 void bind_frames(py::module_& module) {
-  py::class_<frame::Layout>(module, "FrameLayout")
-      .def_readonly("elements", &frame::Layout::elements)
-      .def_readonly("blocks", &frame::Layout::blocks)
-      .def_readonly("fixed_nbytes", &frame::Layout::var)
-      .def_property_readonly("max_var_units", &frame::Layout::max_var_units)
-      .def("most_overflow_units", &most_overflow, "var_capacity"_a, "spare_tiles"_a)
-      .def_property_readonly("max_nbytes", [](const frame::Layout& layout) {
-        return layout.bytes(layout.max_var_units());
-      });
-  module.def("frame_layout", &checked_layout, "dtype"_a, "shape"_a, "elements"_a);
-
-  py::class_<FrameReport>(module, "FrameReport")
-      .def_property_readonly("elements", &in_header<&frame::Header::elements>)
-      .def_property_readonly("blocks", &in_header<&frame::Header::blocks>)
-      .def_property_readonly("dtype", &in_header<&frame::Header::dtype>)
-      .def_property_readonly("shape", &in_header<&frame::Header::shape>)
-      .def_property_readonly("frame_nbytes", &FrameReport::frame_nbytes)
-      .def_property_readonly("var_capacity", &in_header<&frame::Header::var_capacity>)
-      .def_property_readonly("var_used", &in_header<&frame::Header::var_used>)
-      .def_property_readonly("overflow_used", &in_header<&frame::Header::overflow_used>)
-      .def_property_readonly("zeros", &in_header<&frame::Header::zeros>)
-      .def_property_readonly("center_sum", &in_header<&frame::Header::center_sum>)
-      .def_property_readonly("status", &in_header<&frame::Header::status>);
-
+  module.def("frame_layout", &layout_of, "dtype"_a, "shape"_a, "elements"_a);
   py::register_local_exception<DamagedFrameError>(module, "DamagedFrameError", PyExc_RuntimeError);
   module.def("encode_tensor", &encode_tensor, "tensor"_a, "dtype"_a, "shape"_a, "checksum"_a,
              without_gil());
@@ -109,19 +102,16 @@ void bind_frames(py::module_& module) {
 
 void bind_backends(py::module_& module) {
   module.def("register_codec", &serve, "device_type"_a, "capsule"_a);
-  module.def("codec_capsule",
-             of_codec<py::object>(py::none(), [](const memswap_codec& codec, c10::Device) {
-               return py::capsule(&codec, kCapsule);
-             }));
-  module.def("codec_name", of_codec<const char*>(nullptr, [](const memswap_codec& codec,
-                                                             c10::Device) { return codec.name; }));
-  module.def("codec_spare_tiles",
-             of_codec<uint32_t>(
-                 0, [](const memswap_codec& codec, c10::Device) { return codec.spare_tiles; }));
-  module.def("codec_fault",
-             of_codec<std::string, uint8_t, uint8_t>("no codec serves the device", &distrust),
-             without_gil());
-  module.def("codec_faults", of_codec<std::vector<std::string>>({}, &faults), without_gil());
+  module.def("codec_capsule", [](const c10::Device& device) -> py::object {
+    const memswap_codec* const codec = codec_of(device.type());
+    return codec ? py::capsule(codec, kCapsule) : py::object(py::none());
+  });
+  module.def("codec_name", [](const c10::Device& device) {
+    const memswap_codec* const codec = codec_of(device.type());
+    return codec ? codec->name : nullptr;
+  });
+  module.def("codec_fault", &codec_fault, "device"_a, "dtype"_a, "layout"_a, without_gil());
+  module.def("codec_faults", &codec_faults, "device"_a, without_gil());
   py::dict left_out;  // by device type
   if (*kCudaLeftOut != '\0') {
     left_out["cuda"] = kCudaLeftOut;
@@ -193,17 +183,7 @@ void bind_codec_lanes(py::module_& module) {
       .def("set_arena_budget", &StreamCodecLane::set_arena_budget, "nbytes"_a, without_gil())
       .def("set_overflow_room", &StreamCodecLane::set_overflow_room, "nbytes"_a, without_gil())
       .def("trim_arena", &StreamCodecLane::trim_arena, without_gil())
-      .def("arena_statistics", [](const StreamCodecLane& lane) {
-        const Arena::Statistics all = [&] {
-          const py::gil_scoped_release release;
-          return lane.arena_statistics();
-        }();
-        return py::dict(
-            "budget_bytes"_a = all.budget_bytes, "reserved_bytes"_a = all.reserved_bytes,
-            "pinned_bytes"_a = all.pinned_bytes, "set_aside_bytes"_a = all.set_aside_bytes,
-            "chunks"_a = all.chunks, "live_shares"_a = all.live_shares, "resets"_a = all.resets,
-            "refusals"_a = all.refusals);
-      });
+      .def("arena_statistics", &StreamCodecLane::arena_statistics, without_gil());
 }
 
 }  // namespace

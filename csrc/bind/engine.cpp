@@ -1,16 +1,36 @@
 // Engine, and what belongs to one: its ledger, windows, recipes and batches.
 #include "engine/engine.h"
 
-#include <map>
-#include <type_traits>
 #include <vector>
 
 #include "bind.h"
 #include "engine/batch.h"
 #include "engine/recipe_host.h"
+#include "engine/saved_tensor.h"
 #include "engine/windows.h"
 
+template <>
+struct py::detail::type_caster<memswap::Counters> : memswap::FieldsCaster<memswap::Counters> {};
+template <>
+struct py::detail::type_caster<memswap::Ledger::Kept>
+    : memswap::TupleCaster<memswap::Ledger::Kept, &memswap::Ledger::Kept::tensors,
+                           &memswap::Ledger::Kept::nbytes> {};
+
 namespace memswap {
+
+static py::object fields_of(const Counters& all) {
+  return with_attributes(
+      "offered_tensors"_a = all.offered_tensors, "offered_bytes"_a = all.offered_bytes,
+      "deduplicated_tensors"_a = all.deduplicated_tensors,
+      "deduplicated_bytes"_a = all.deduplicated_bytes, "moved_storages"_a = all.moved_storages,
+      "moved_bytes"_a = all.moved_bytes, "encoded_storages"_a = all.encoded_storages,
+      "encoded_bytes"_a = all.encoded_bytes, "frame_bytes"_a = all.frame_bytes,
+      "returned_storages"_a = all.returned_storages, "returned_bytes"_a = all.returned_bytes,
+      "freed_bytes"_a = all.freed_bytes, "stalls"_a = all.stalls,
+      "exposed_wait_s"_a = all.exposed_wait_s, "resident_bytes"_a = all.resident_bytes,
+      "peak_resident_bytes"_a = all.peak_resident_bytes, "away_bytes"_a = all.away_bytes,
+      "peak_away_bytes"_a = all.peak_away_bytes);
+}
 
 namespace {
 
@@ -33,6 +53,8 @@ void translate(std::exception_ptr thrown) {
     raise("TransferError", error);
   } catch (const BatchError& error) {
     raise("GroupError", error);
+  } catch (const EditedInPlace& error) {
+    raise("InplaceEditError", error);
   }
 }
 
@@ -72,46 +94,15 @@ EnginePtr make_engine(std::optional<int64_t> window_bytes, Schedule schedule) {
 void bind_ledger(py::module_& module) {
   py::class_<Known, KnownPtr>(module, "Known");
   py::class_<Stay, Known, std::shared_ptr<Stay>>(module, "Stay");
-  py::class_<Ledger, std::shared_ptr<Ledger>> ledger(module, "Ledger");
-  ledger.def("keep", &Ledger::keep, "reason"_a, "nbytes"_a)
+  py::class_<Ledger, std::shared_ptr<Ledger>>(module, "Ledger")
+      .def("offer", [](Ledger& self, int64_t nbytes) { self.counters.offer(nbytes); })
+      .def("keep", &Ledger::keep, "reason"_a, "nbytes"_a)
       .def("tell_once", &Ledger::tell_once, "reason"_a, "message"_a)
       .def("set_reserved", [](Ledger& self, int64_t nbytes) { self.counters.set_reserved(nbytes); })
       .def("reset", &Ledger::reset)
-      .def_property_readonly("kept",
-                             [](const Ledger& self) {
-                               std::map<std::string, std::pair<int64_t, int64_t>> rows;
-                               for (const auto& [reason, kept] : self.kept()) {
-                                 rows.emplace(reason, std::pair(kept.tensors, kept.nbytes));
-                               }
-                               return rows;
-                             })
+      .def_property_readonly("kept", &Ledger::kept)
       .def_property_readonly("known_storages", &Ledger::known_storages)
-      .def_property_readonly("exposed_wait_s",
-                             [](const Ledger& self) { return self.counters.exposed_wait_s; });
-  constexpr std::pair<const char*, int64_t Counters::*> kNumbers[] = {
-      {"offered_tensors", &Counters::offered_tensors},
-      {"offered_bytes", &Counters::offered_bytes},
-      {"deduplicated_tensors", &Counters::deduplicated_tensors},
-      {"deduplicated_bytes", &Counters::deduplicated_bytes},
-      {"moved_storages", &Counters::moved_storages},
-      {"moved_bytes", &Counters::moved_bytes},
-      {"encoded_storages", &Counters::encoded_storages},
-      {"encoded_bytes", &Counters::encoded_bytes},
-      {"frame_bytes", &Counters::frame_bytes},
-      {"returned_storages", &Counters::returned_storages},
-      {"returned_bytes", &Counters::returned_bytes},
-      {"freed_bytes", &Counters::freed_bytes},
-      {"stalls", &Counters::stalls},
-      {"resident_bytes", &Counters::resident_bytes},
-      {"peak_resident_bytes", &Counters::peak_resident_bytes},
-      {"away_bytes", &Counters::away_bytes},
-      {"peak_away_bytes", &Counters::peak_away_bytes},
-  };
-  for (const auto& row : kNumbers) {
-    ledger.def_property(
-        row.first, [number = row.second](const Ledger& self) { return self.counters.*number; },
-        [number = row.second](Ledger& self, int64_t value) { self.counters.*number = value; });
-  }
+      .def_readonly("counters", &Ledger::counters);
 }
 
 py::dict counts_of(const Windows& self) {
@@ -125,14 +116,6 @@ py::dict counts_of(const Windows& self) {
       "pending_bytes"_a = self.queue.pending_bytes());
 }
 
-template <auto option>
-void def_option(py::class_<Windows, std::shared_ptr<Windows>>& windows, const char* name) {
-  using Value = std::decay_t<decltype(std::declval<WindowQueue&>().*option)>;
-  windows.def_property(
-      name, [](const Windows& self) { return self.queue.*option; },
-      [](Windows& self, Value value) { self.queue.*option = value; });
-}
-
 void bind_windows(py::module_& module) {
   py::class_<Durations::Span>(module, "Span");
   py::class_<Durations>(module, "Durations")
@@ -140,8 +123,13 @@ void bind_windows(py::module_& module) {
       .def("seconds", &Durations::seconds, "key"_a, "amount"_a)
       .def("start", &Durations::start, "key"_a, "amount"_a, "device"_a)
       .def("stop", &Durations::stop, "span"_a);
-  py::class_<Windows, std::shared_ptr<Windows>> windows(module, "Windows");
-  windows.def("open", &Windows::open, "seconds"_a)
+  py::class_<Windows, std::shared_ptr<Windows>>(module, "Windows")
+      .def("set_options",
+           [](Windows& self, std::optional<int64_t> max_pending_bytes, bool leftovers_start) {
+             self.queue.max_pending_bytes = max_pending_bytes;
+             self.queue.leftovers_start = leftovers_start;
+           })
+      .def("open", &Windows::open, "seconds"_a)
       .def("enter", &Windows::enter, "seconds"_a)
       .def("leave", &Windows::leave)
       .def_property_readonly("inside", &Windows::inside)
@@ -157,8 +145,6 @@ void bind_windows(py::module_& module) {
       .def_readwrite("is_current", &Windows::is_current)
       .def_readwrite("captures", &Windows::captures)
       .def_readonly("durations", &Windows::durations);
-  def_option<&WindowQueue::max_pending_bytes>(windows, "max_pending_bytes");
-  def_option<&WindowQueue::leftovers_start>(windows, "leftovers_start");
 }
 
 py::list learnt(const Recipes& recipes) {
@@ -277,7 +263,6 @@ void bind_engine(py::module_& module) {
              return self.persistent.contains(reinterpret_cast<const void*>(key));
            })
       .def("learn", &Engine::learn)
-      .def_property_readonly("awaited_reports", &Engine::awaited_reports)
       .def("demand", &Engine::demand, "entry"_a.none(false))
       .def("make_room", &Engine::make_room, "iteration"_a, "index"_a)
       .def_static("look_at_released", &Engine::look_at_released, "iteration"_a)

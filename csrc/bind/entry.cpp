@@ -18,13 +18,7 @@ struct pybind11::detail::type_caster<memswap::Plan::Place>
                            &memswap::Plan::Place::dtype, &memswap::Plan::Place::action,
                            &memswap::Plan::Place::releases, &memswap::Plan::Place::departures,
                            &memswap::Plan::Place::fetches, &memswap::Plan::Place::departs,
-                           &memswap::Plan::Place::frame_nbytes> {
-  using Places = std::vector<size_t>;
-  // What is said of arguments that are no places.
-  static constexpr auto name = make_caster<
-      std::tuple<std::string, int64_t, int64_t, c10::ScalarType, std::optional<memswap::Action>,
-                 Places, Places, Places, bool, std::optional<int64_t>>>::name;
-};
+                           &memswap::Plan::Place::frame_nbytes> {};
 
 namespace memswap {
 
@@ -57,12 +51,7 @@ void bind_entries(py::module_& module) {
       .def("__eq__", &EntryReference::operator==, py::is_operator())
       .def("__hash__", &EntryReference::hash);
   py::class_<Entry, Known, EntryPtr>(module, "Entry")
-      .def(py::init([](const EnginePtr& engine, const SavedView& look, const StorageRef& storage) {
-             return Entry::make(engine, look, storage);
-           }),
-           "engine"_a.none(false), "view"_a, "storage"_a)
       .def("__repr__", &Entry::described)
-      .def("swap", &Entry::swap, "sender"_a, "storage"_a.none(false))
       .def("gone", &Entry::gone, "wait"_a = false)
       .def_property_readonly("state", &Entry::state)
       .def_property_readonly("engine", &Entry::engine)
@@ -88,36 +77,16 @@ std::shared_ptr<Plan> make_plan(c10::Device device, int64_t least_bytes,
   return plan;
 }
 
-std::vector<int64_t> sizes_of(const Iteration& iteration) {
-  std::vector<int64_t> sizes;
-  for (size_t index = 0; index < iteration.size(); ++index) {
-    sizes.push_back(iteration.order().nbytes(index));
-  }
-  return sizes;
-}
-
-size_t place_in(const Iteration& iteration, int64_t index) {
-  if (index < 0 || static_cast<size_t>(index) >= iteration.size()) {
-    throw py::index_error("expected a place in an iteration of " +
-                          std::to_string(iteration.size()) + " storages, found " +
-                          std::to_string(index));
-  }
-  return static_cast<size_t>(index);
-}
-
 void bind_iterations(py::module_& module) {
   py::class_<Plan, std::shared_ptr<Plan>>(module, "Plan")
       .def(py::init(&make_plan), "device"_a, "least_bytes"_a, "places"_a)
       .def("__len__", [](const Plan& plan) { return plan.places.size(); });
   py::class_<Iteration, IterationPtr>(module, "Iteration")
-      .def("entry",
-           [](const Iteration& self, int64_t index) { return self.entry(place_in(self, index)); })
+      .def("entry", &Iteration::entry, "index"_a)
       .def("was_demanded",
-           [](const Iteration& self, int64_t index) {
-             return self.order().was_demanded(place_in(self, index));
-           })
+           [](const Iteration& self, size_t index) { return self.order().was_demanded(index); })
       .def("present_bytes", &Iteration::present_bytes, "granularity"_a)
-      .def_property_readonly("sizes", &sizes_of)
+      .def_property_readonly("sizes", &Iteration::sizes)
       .def_property_readonly("over", &Iteration::over)
       .def_property_readonly("count", &Iteration::size)
       .def_property_readonly("nbytes", &Iteration::nbytes)

@@ -1,8 +1,10 @@
-// The pair of hooks by which autograd calls in, and the handle that it holds in between. What is
-// rare stands in python/memswap/engine, whose class of scopes is derived from this one.
+// The pair of hooks by which autograd calls in, and the handle that it holds in between. A call
+// must cost no more than 100 ns, so they are of Python's C interface: pybind11 looks instances up
+// in a registry when it makes and drops them and casts each argument, which together takes longer
+// than what a handle does. What is rare stands in python/memswap/engine, whose class of scopes is
+// derived from this one.
 #include <ATen/SequenceNumber.h>
 #include <ATen/record_function.h>
-#include <c10/core/impl/TorchDispatchModeTLS.h>
 #include <torch/csrc/autograd/python_variable.h>
 
 #include <new>
@@ -11,16 +13,35 @@
 #include "engine/batch.h"
 #include "engine/engine.h"
 #include "engine/saved_tensor.h"
-#include "python_type.h"
 #include "storage/in_flight.h"
-#include "storage/saved_view.h"
 
 namespace memswap {
 
 namespace {
 
-// --- Handle: what pack returns to autograd, and unpack makes a tensor of again. One is made and
-// asked for each saved tensor, so it is a type of Python's own kind. ---
+// Runs a body that returns what a function of Python's C interface returns: nullptr with an
+// exception set where it fails.
+template <class Body>
+PyObject* guarded(Body&& body) noexcept {
+  try {
+    return body();
+  } catch (py::error_already_set& error) {
+    error.restore();
+  } catch (...) {
+    py::detail::try_translate_exceptions();  // as for every function of this module
+  }
+  return nullptr;
+}
+
+// The new reference that a call of Python's C interface returned, or the exception that it set.
+py::object owned(PyObject* result) {
+  if (result == nullptr) {
+    throw py::error_already_set();
+  }
+  return py::reinterpret_steal<py::object>(result);
+}
+
+// --- Handle: what pack returns to autograd, and unpack makes a tensor of again ---
 
 struct HandleObject {
   PyObject_HEAD SavedTensor saved;
@@ -28,23 +49,9 @@ struct HandleObject {
   PyObject* batch;  // of a group, or None
 };
 
-// Set once, by bind_handle.
-PyTypeObject* handle_type = nullptr;
-PyObject* unpack_name = nullptr;
+PyTypeObject* handle_type = nullptr;  // set once, by bind_handle
 
 HandleObject* handle_of(PyObject* self) { return reinterpret_cast<HandleObject*>(self); }
-SavedTensor& saved_of(PyObject* self) { return handle_of(self)->saved; }
-
-// Autograd's error, as memswap says it.
-void translate(std::exception_ptr thrown) {
-  try {
-    std::rethrow_exception(thrown);
-  } catch (const EditedInPlace& edit) {
-    const py::object error = from("memswap.engine.handle", "inplace_edit")(
-        edit.tensor, edit.version, edit.expected_version);
-    PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(error.ptr())), error.ptr());
-  }
-}
 
 PyObject* unpack(PyObject* object, PyObject*) {
   return guarded([&] {
@@ -59,8 +66,10 @@ PyObject* unpack(PyObject* object, PyObject*) {
 
 // The unpack hook of every engine: a handle of another kind says itself what it stands for.
 PyObject* unpack_any(PyObject*, PyObject* handle) {
-  return Py_IS_TYPE(handle, handle_type) ? unpack(handle, nullptr)
-                                         : PyObject_CallMethodNoArgs(handle, unpack_name);
+  if (Py_IS_TYPE(handle, handle_type)) {
+    return unpack(handle, nullptr);
+  }
+  return guarded([&] { return py::handle(handle).attr("unpack")().release().ptr(); });
 }
 
 int traverse(PyObject* self, visitproc visit, void* arg) {
@@ -76,24 +85,19 @@ void dealloc(PyObject* object) {
   HandleObject* const self = handle_of(object);
   PyTypeObject* const type = Py_TYPE(object);
   PyObject_GC_UnTrack(object);
-  PyObject *kind, *value, *traceback;
-  PyErr_Fetch(&kind, &value, &traceback);
-  std::destroy_at(&self->saved);
-  Py_CLEAR(self->batch);
-  Py_CLEAR(self->owner);
-  PyErr_Restore(kind, value, traceback);
+  {
+    const py::error_scope pending;
+    std::destroy_at(&self->saved);
+    Py_CLEAR(self->batch);
+    Py_CLEAR(self->owner);
+  }
   type->tp_free(object);
   Py_DECREF(type);
 }
 
 template <auto property>
 PyObject* get(PyObject* self, void*) {
-  return guarded([&] { return py::cast((saved_of(self).*property)()).release().ptr(); });
-}
-
-PyObject* get_tensor(PyObject* self, void*) {
-  const at::Tensor& tensor = saved_of(self).tensor();
-  return tensor.defined() ? THPVariable_Wrap(tensor) : Py_NewRef(Py_None);
+  return guarded([&] { return py::cast((handle_of(self)->saved.*property)()).release().ptr(); });
 }
 
 PyMethodDef methods[] = {{"unpack", unpack, METH_NOARGS, nullptr}, {}};
@@ -103,7 +107,7 @@ PyGetSetDef properties[] = {
     {"entry", get<&SavedTensor::known>, nullptr, nullptr, nullptr},
     {"view", get<&SavedTensor::look>, nullptr, nullptr, nullptr},
     {"stays", get<&SavedTensor::stays>, nullptr, nullptr, nullptr},
-    {"tensor", get_tensor, nullptr, nullptr, nullptr},
+    {"tensor", get<&SavedTensor::tensor>, nullptr, nullptr, nullptr},
     {},
 };
 
@@ -154,8 +158,6 @@ py::object kept_handle(PyObject* object, KnownPtr known, PyObject* owner) {
 }
 
 void bind_handle(py::module_& module) {
-  py::register_local_exception_translator(translate);
-  unpack_name = interned("unpack");
   py::object type = owned(PyType_FromModuleAndSpec(module.ptr(), &spec, nullptr));
   handle_type = reinterpret_cast<PyTypeObject*>(type.ptr());
   module.add_object("Handle", type);
@@ -163,39 +165,29 @@ void bind_handle(py::module_& module) {
     throw py::error_already_set();
   }
   module.def("kept_handle", [](const at::Tensor& tensor) {
-    const py::object object = py::cast(tensor);
-    return kept_handle(object.ptr(), nullptr, Py_None);
+    return kept_handle(py::cast(tensor).ptr(), nullptr, Py_None);
   });
+  module.def("raise_inplace_edit",
+             [](const std::string& tensor, uint32_t found, uint32_t expected) {
+               throw EditedInPlace(tensor, found, expected);
+             });
 }
 
 // --- HookScope: one installation of an engine's hooks ---
 
-// What a save needs at hand.
-struct Scope {
-  explicit Scope(EnginePtr made) : engine(std::move(made)), owner(py::cast(engine)) {}
+// One that Python calls, and what it holds of Python's.
+struct Scope : HookScope {
+  explicit Scope(EnginePtr made) : HookScope(std::move(made)), owner(py::cast(engine)) {}
 
   Batch* batch_or_null() const { return batch.is_none() ? nullptr : &batch.cast<Batch&>(); }
 
-  const EnginePtr engine;
-  py::object owner;  // the engine's object
-  std::string unit;
-  std::optional<Action> action;  // of all that is packed
-  // The reason that is counted for what `action` keeps.
-  std::string why_kept = "policy";
-  int64_t group = Iteration::kNoGroup;
-  int64_t packs = 0;                // calls of `pack`
-  int64_t ordinal = -1;             // of the storage that was considered last
-  bool covered = false;             // the policy covers the unit
+  py::object owner;                 // the engine's object
   bool pushed = false;              // its hooks are installed
   py::object outer = py::none();    // the hooks that were installed before, or None
   py::object batch = py::none();    // of a group, that saves here, or None
   py::object waiting = py::none();  // what is saved once its operator has run, or None
   uint64_t node = 0;                // of autograd, whose saving `waiting` waits for
 };
-
-struct Names {
-  PyObject *is_frozen, *or_outer, *pack_later, *pack_unusual, *pack_waiting;
-} names;  // set once, by bind_hooks
 
 // Without looking the type up: every scope holds its Scope in the same place. nullptr: it is being
 // made. The collector knows an instance before pybind11 has given it any place: with the first one
@@ -219,21 +211,6 @@ bool is_of_subclass(PyObject* object, const at::Tensor& tensor) {
   return !Py_IS_TYPE(base.ptr(), plain);
 }
 
-// Parameters, buffers and their views are known by their storages; a frozen parameter that nobody
-// has named, by its class.
-bool persists(PyObject* self, const Scope& scope, PyObject* object, const SavedView& look) {
-  return look.of_leaf() || scope.engine->persistent.contains(look.storage_key()) ||
-         (is_of_subclass(object, THPVariable_Unpack(object)) &&
-          call_method(self, names.is_frozen, object).cast<bool>());
-}
-
-// Whether make_fx records operators now. It knows tensors by who they are: what came back in their
-// place would be a constant of the recording, with the bytes of now.
-bool is_traced() {
-  using c10::impl::TorchDispatchModeKey;
-  return c10::impl::TorchDispatchModeTLS::get_mode(TorchDispatchModeKey::PROXY).has_value();
-}
-
 // [Note: What an operator fills after it was saved]
 // Autograd saves the inputs of an operator before it runs, and rrelu's noise is one: memory that
 // torch has just allocated, and that the operator fills without counting an edit. Sent at once, the
@@ -249,17 +226,7 @@ bool may_be_filled_yet(PyObject* tensor, const SavedView& look) {
 
 // The handle of a plain tensor. The lock is held.
 py::object save(Scope& scope, PyObject* tensor, SavedView&& look) {
-  Saved saved = scope.engine->save(Offer{.tensor = THPVariable_Unpack(tensor),
-                                         .look = look,
-                                         .unit = scope.unit,
-                                         .group = scope.group,
-                                         .covered = scope.covered,
-                                         .action = scope.action,
-                                         .number = scope.packs,
-                                         .ordinal = scope.ordinal,
-                                         .batch = scope.batch_or_null(),
-                                         .planned = true,
-                                         .why_kept = scope.why_kept});
+  Saved saved = scope.save(THPVariable_Unpack(tensor), look, scope.batch_or_null());
   if (saved.as == Saved::As::kKept) {
     return kept_handle(tensor, std::move(saved.known), scope.owner.ptr());
   }
@@ -268,52 +235,45 @@ py::object save(Scope& scope, PyObject* tensor, SavedView&& look) {
                     [&] { return SavedTensor::moved(std::move(entry), std::move(look)); });
 }
 
-const char* reason_to_stay(PyObject* self, const Scope& scope, PyObject* tensor,
-                           const SavedView& look) {
-  if (persists(self, scope, tensor, look)) {
-    return "parameter";
-  }
-  if (look.private_format()) {
-    return "private format";
-  }
-  return is_traced() ? "traced" : nullptr;
-}
-
-py::object pack_plain(PyObject* self, Scope& scope, PyObject* tensor, SavedView&& look) {
+py::object pack_plain(py::handle self, Scope& scope, py::handle object, SavedView&& look) {
   Engine& engine = *scope.engine;
+  const at::Tensor& tensor = THPVariable_Unpack(object.ptr());
   const Locked locked(engine.lock);
   engine.ledger.counters.offer(static_cast<int64_t>(look.nbytes()));
-  if (const char* const reason = reason_to_stay(self, scope, tensor, look)) {
-    return kept_handle(tensor, engine.keep(look, reason).known, scope.owner.ptr());
+  // A frozen parameter that nobody has named is known by its class.
+  const bool persists = scope.persists(look) || (is_of_subclass(object.ptr(), tensor) &&
+                                                 self.attr("is_frozen")(object).cast<bool>());
+  if (const char* const reason = persists ? "parameter" : why_fixed(look)) {
+    return kept_handle(object.ptr(), engine.keep(look, reason).known, scope.owner.ptr());
   }
-  if (scope.pushed && may_be_filled_yet(tensor, look)) {
-    const py::object view = py::cast(std::move(look));
-    py::object later = call_method(self, names.pack_later, tensor, view.ptr());
+  if (scope.pushed && may_be_filled_yet(object.ptr(), look)) {
+    py::object later = self.attr("pack_later")(object, std::move(look));
     scope.node = at::sequence_number::peek();
     return later;
   }
-  return save(scope, tensor, std::move(look));
+  return save(scope, object.ptr(), std::move(look));
 }
 
 // The pack hook. Never raises for want of memory or support; the tensor stays then.
-PyObject* pack(PyObject* self, PyObject* tensor) {
+PyObject* pack(PyObject* object, PyObject* tensor) {
   return guarded([&] {
     if (!THPVariable_Check(tensor)) {
       throw py::type_error("pack needs a torch.Tensor");
     }
-    Scope& scope = *scope_in(self);
+    const py::handle self(object);
+    Scope& scope = *scope_in(object);
     if (!scope.waiting.is_none() && scope.node != at::sequence_number::peek()) {
-      call_method(self, names.pack_waiting);
+      self.attr("pack_waiting")();
     }
     ++scope.packs;
     std::optional<SavedView> look = SavedView::capture(THPVariable_Unpack(tensor));
     if (!look) {
-      return call_method(self, names.pack_unusual, tensor).release().ptr();
+      return self.attr("pack_unusual")(py::handle(tensor)).release().ptr();
     }
     wait_for_collectives(THPVariable_Unpack(tensor));
     py::object handle = pack_plain(self, scope, tensor, std::move(*look));
     if (!scope.outer.is_none()) {
-      handle = call_method(self, names.or_outer, tensor, handle.ptr());
+      handle = self.attr("or_outer")(py::handle(tensor), handle);
     }
     return handle.release().ptr();
   });
@@ -347,11 +307,6 @@ void collect(PyHeapTypeObject* heap_type) {
 
 void bind_hooks(py::module_& module) {
   bind_handle(module);
-  names = {.is_frozen = interned("is_frozen"),
-           .or_outer = interned("or_outer"),
-           .pack_later = interned("pack_later"),
-           .pack_unusual = interned("pack_unusual"),
-           .pack_waiting = interned("pack_waiting")};
   py::class_<Scope> scope(module, "HookScope", py::custom_type_setup(collect));
   scope.def(py::init<EnginePtr>(), "engine"_a.none(false))
       .def("save",
@@ -362,20 +317,13 @@ void bind_hooks(py::module_& module) {
       .def_readwrite("unit", &Scope::unit)
       .def_readwrite("action", &Scope::action)
       .def_readwrite("why_kept", &Scope::why_kept)
+      .def_readwrite("group", &Scope::group)
       .def_readwrite("ordinal", &Scope::ordinal)
       .def_readwrite("covered", &Scope::covered)
       .def_readwrite("pushed", &Scope::pushed)
       .def_readwrite("outer", &Scope::outer)
       .def_readwrite("waiting", &Scope::waiting)
-      .def_readwrite("batch", &Scope::batch)
-      .def_property(
-          "group",
-          [](const Scope& self) {
-            return self.group == Iteration::kNoGroup ? std::nullopt : std::optional(self.group);
-          },
-          [](Scope& self, std::optional<int64_t> group) {
-            self.group = group.value_or(Iteration::kNoGroup);
-          });
+      .def_readwrite("batch", &Scope::batch);
   scope.attr("pack") =
       owned(PyDescr_NewMethod(reinterpret_cast<PyTypeObject*>(scope.ptr()), &pack_method));
   module.def("observed", &at::hasCallbacks);

@@ -1,7 +1,6 @@
 // Lanes of raw bytes.
 #include <c10/util/Exception.h>
 
-#include <variant>
 #include <vector>
 
 #include "bind.h"
@@ -18,31 +17,10 @@ namespace {
 
 using Fetched = std::pair<StorageRefPtr, TicketPtr>;
 
-// One ticket, several, or None; also None among several, where there was nothing to wait for.
-using After = std::variant<TicketPtr, Tickets>;
-
-Tickets tickets_of(After after) {
-  Tickets tickets = std::holds_alternative<Tickets>(after)
-                        ? std::get<Tickets>(std::move(after))
-                        : Tickets{std::get<TicketPtr>(std::move(after))};
-  std::erase(tickets, nullptr);
-  return tickets;
-}
-
 TicketPtr send(Lane& lane, StorageRefPtr storage, BlockPtr block, size_t offset,
-               std::optional<size_t> nbytes, After after) {
+               std::optional<size_t> nbytes, Tickets after) {
   const ByteRange range{offset, nbytes.value_or(ByteRange::kToTheEnd)};
-  return lane.send(std::move(storage), std::move(block), range, tickets_of(std::move(after)));
-}
-
-Fetched fetch(Lane& lane, BlockPtr block, After after) {
-  return lane.fetch(std::move(block), tickets_of(std::move(after)));
-}
-
-TicketPtr fetch_into(Lane& lane, BlockPtr block, StorageRefPtr storage, size_t offset,
-                     After after) {
-  return lane.fetch_into(std::move(block), std::move(storage), offset,
-                         tickets_of(std::move(after)));
+  return lane.send(std::move(storage), std::move(block), range, std::move(after));
 }
 
 // What a class of Python's overrides, which is all that an engine asks of a lane for one storage.
@@ -75,11 +53,8 @@ class OverriddenLane final : public LaneAround {
   std::optional<Result> overridden(const char* name, const Arguments&... arguments) const {
     const py::gil_scoped_acquire gil;
     const py::function own = py::get_override(static_cast<const LaneAround*>(this), name);
-    if (!own) {
-      return std::nullopt;
-    }
     try {
-      return own(arguments...).template cast<Result>();
+      return own ? std::optional(own(arguments...).template cast<Result>()) : std::nullopt;
     } catch (const py::error_already_set& error) {
       if (error.matches(from("torch", "OutOfMemoryError"))) {
         throw c10::OutOfMemoryError({__func__, __FILE__, __LINE__}, error.what());
@@ -94,10 +69,10 @@ class OverriddenLane final : public LaneAround {
 void bind_lanes(py::module_& module) {
   py::class_<Lane, std::shared_ptr<Lane>>(module, "Lane")
       .def("send", &send, "storage"_a, "block"_a, "offset"_a = 0, "nbytes"_a = py::none(),
-           "after"_a = py::none(), without_gil())
-      .def("fetch", &fetch, "block"_a, "after"_a = py::none(), without_gil())
-      .def("fetch_into", &fetch_into, "block"_a, "storage"_a, "offset"_a, "after"_a = py::none(),
-           without_gil())
+           "after"_a = Tickets{}, without_gil())
+      .def("fetch", &Lane::fetch, "block"_a, "after"_a = Tickets{}, without_gil())
+      .def("fetch_into", &Lane::fetch_into, "block"_a, "storage"_a, "offset"_a,
+           "after"_a = Tickets{}, without_gil())
       .def("gather", &Lane::gather, "storages"_a, without_gil())
       .def("settle", &Lane::settle, without_gil())
       .def("leaving_bytes", &Lane::leaving_bytes)
@@ -115,11 +90,8 @@ void bind_lanes(py::module_& module) {
            "workers"_a = 1, "max_leaving_bytes"_a = 0)
       .def("stop", &WorkerLane::stop);
   py::class_<StreamLane, Lane, std::shared_ptr<StreamLane>>(module, "StreamLane")
-      .def(py::init([](const c10::Device& device, size_t max_leaving_bytes, size_t chunk_bytes) {
-             const py::gil_scoped_release release;
-             return std::make_shared<StreamLane>(device, max_leaving_bytes, chunk_bytes);
-           }),
-           "device"_a, "max_leaving_bytes"_a, "chunk_bytes"_a)
+      .def(py::init<c10::Device, size_t, size_t>(), "device"_a, "max_leaving_bytes"_a,
+           "chunk_bytes"_a, without_gil())
       .def_property_readonly("send_stream", &StreamLane::send_stream)
       .def_property_readonly("fetch_stream", &StreamLane::fetch_stream);
   py::class_<StagedLane, Lane, std::shared_ptr<StagedLane>>(module, "StagedLane")

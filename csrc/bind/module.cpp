@@ -8,7 +8,7 @@ void bind_storage(py::module_& module);    // storage.cpp: storages, views, lent
 void bind_pools(py::module_& module);      // pools.cpp: tickets, blocks, pools; errors of the core
 void bind_lanes(py::module_& module);      // lanes.cpp
 void bind_codec(py::module_& module);      // codec.cpp: frames, codec lanes, backends
-void bind_transfers(py::module_& module);  // transfers.cpp: away forms, senders, expectations
+void bind_transfers(py::module_& module);  // transfers.cpp: away forms, expectations
 void bind_engine(py::module_& module);     // engine.cpp: engine, ledger, windows, recipes, batches
 void bind_entry(py::module_& module);      // entry.cpp: entries and iterations
 void bind_hooks(py::module_& module);      // hooks.cpp: where autograd calls in, and what it holds

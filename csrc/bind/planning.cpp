@@ -1,12 +1,9 @@
 // What planning reads and asks: recorders and their records, a device's memory, rates and replays.
-#include <algorithm>
 #include <map>
-#include <string_view>
 #include <vector>
 
 #include "bind.h"
 #include "engine/iteration.h"
-#include "engine/link_model.h"
 #include "engine/memory_gauge.h"
 #include "engine/recorder.h"
 #include "engine/replay.h"
@@ -22,6 +19,9 @@ struct py::detail::type_caster<memswap::IterationRecord::Region>
                            &memswap::IterationRecord::Region::unit,
                            &memswap::IterationRecord::Region::inputs,
                            &memswap::IterationRecord::Region::other_nbytes> {};
+template <>
+struct py::detail::type_caster<memswap::IterationRecord>
+    : memswap::FieldsCaster<memswap::IterationRecord> {};
 
 namespace memswap {
 
@@ -37,53 +37,30 @@ std::vector<To> each(const std::vector<From>& all, Convert convert) {
   return made;
 }
 
-// Numbers that stand for none, from Python's None and to it.
-template <class Number>
-std::vector<Number> filled(const std::vector<std::optional<Number>>& all, Number none) {
-  return each<Number>(all, [none](const auto& one) { return one.value_or(none); });
+}  // namespace
+
+static py::object fields_of(const IterationRecord& record) {
+  const auto names = [&](const std::vector<size_t>& units) {
+    return each<std::string>(units, [&](size_t unit) { return record.unit_names[unit]; });
+  };
+  const auto marks = [](const std::vector<int32_t>& column) {
+    return each<std::optional<int32_t>>(
+        column, [](int32_t mark) { return mark == kNever ? std::nullopt : std::optional(mark); });
+  };
+  return with_attributes(
+      "units"_a = names(record.units), "ordinals"_a = record.ordinals, "nbytes"_a = record.nbytes,
+      "dtypes"_a = record.dtypes, "actions"_a = record.actions,
+      "moved"_a = std::vector<bool>(record.moved.begin(), record.moved.end()),
+      "held_until"_a = marks(record.held_until), "last_demand"_a = marks(record.last_demand),
+      "kept_until"_a = marks(record.kept_until),
+      "others"_a = each<std::vector<std::string>>(record.others, names), "order"_a = record.order,
+      "gaps_s"_a = record.gaps_s, "costs_s"_a = record.costs_s, "windows_s"_a = record.windows_s,
+      "extra_nbytes"_a = record.extra_nbytes, "tail_s"_a = record.tail_s,
+      "peak_bytes"_a = record.peak_bytes, "regions"_a = record.regions, "sends"_a = record.sends,
+      "fetches"_a = record.fetches);
 }
 
-template <std::vector<int32_t> IterationRecord::* column>
-std::vector<std::optional<int32_t>> marks_of(const IterationRecord& record) {
-  return each<std::optional<int32_t>>(record.*column, [](int32_t mark) {
-    return mark == kNever ? std::nullopt : std::optional(mark);
-  });
-}
-
-std::vector<std::string> names_of(const IterationRecord& record, const std::vector<size_t>& units) {
-  return each<std::string>(units, [&](size_t unit) { return record.unit_names[unit]; });
-}
-
-void bind_record(py::module_& module) {
-  using Record = IterationRecord;
-  py::class_<Record, std::shared_ptr<Record>>(module, "IterationRecord")
-      .def_property_readonly("units", [](const Record& r) { return names_of(r, r.units); })
-      .def_readonly("ordinals", &Record::ordinals)
-      .def_readonly("nbytes", &Record::nbytes)
-      .def_readonly("dtypes", &Record::dtypes)
-      .def_readonly("actions", &Record::actions)
-      .def_property_readonly(
-          "moved",
-          [](const Record& r) { return std::vector<bool>(r.moved.begin(), r.moved.end()); })
-      .def_property_readonly("held_until", &marks_of<&Record::held_until>)
-      .def_property_readonly("last_demand", &marks_of<&Record::last_demand>)
-      .def_property_readonly("kept_until", &marks_of<&Record::kept_until>)
-      .def_property_readonly("others",
-                             [](const Record& r) {
-                               return each<std::vector<std::string>>(
-                                   r.others, [&](const auto& units) { return names_of(r, units); });
-                             })
-      .def_readonly("order", &Record::order)
-      .def_readonly("gaps_s", &Record::gaps_s)
-      .def_readonly("costs_s", &Record::costs_s)
-      .def_readonly("windows_s", &Record::windows_s)
-      .def_readonly("extra_nbytes", &Record::extra_nbytes)
-      .def_readonly("tail_s", &Record::tail_s)
-      .def_readonly("peak_bytes", &Record::peak_bytes)
-      .def_readonly("regions", &Record::regions)
-      .def_readonly("sends", &Record::sends)
-      .def_readonly("fetches", &Record::fetches);
-}
+namespace {
 
 void bind_recorder(py::module_& module) {
   py::class_<MemoryGauge, std::shared_ptr<MemoryGauge>>(module, "MemoryGauge")
@@ -123,47 +100,6 @@ void bind_recorder(py::module_& module) {
       .def("take", &Recorder::take);
 }
 
-StepRecord checked_step(std::vector<int64_t> nbytes, std::vector<int64_t> held_frame_nbytes,
-                        std::vector<int64_t> overflow_nbytes,
-                        const std::vector<std::optional<int32_t>>& held_until,
-                        const std::vector<std::optional<int32_t>>& last_demand,
-                        const std::vector<std::optional<int32_t>>& gone_after,
-                        const std::vector<std::optional<double>>& recipe_s,
-                        std::vector<int64_t> inner_nbytes,
-                        std::vector<std::vector<int32_t>> recipe_sources,
-                        std::vector<int32_t> order, std::vector<double> gaps_s,
-                        std::vector<double> windows_s, std::vector<int64_t> extra_nbytes) {
-  StepRecord step{.nbytes = std::move(nbytes),
-                  .held_frame_nbytes = std::move(held_frame_nbytes),
-                  .overflow_nbytes = std::move(overflow_nbytes),
-                  .held_until = filled(held_until, kNever),
-                  .last_demand = filled(last_demand, kNever),
-                  .gone_after = filled(gone_after, kNever),
-                  .recipe_s = filled(recipe_s, kNoRecipe),
-                  .inner_nbytes = std::move(inner_nbytes),
-                  .recipe_sources = std::move(recipe_sources),
-                  .order = std::move(order),
-                  .gaps_s = std::move(gaps_s),
-                  .windows_s = std::move(windows_s),
-                  .extra_nbytes = std::move(extra_nbytes)};
-  step.check();
-  return step;
-}
-
-// A byte per storage: the place of its action in memswap.Action.
-std::vector<PlannedAction> actions_of(std::string_view bytes) {
-  std::vector<PlannedAction> actions(bytes.size());
-  std::transform(bytes.begin(), bytes.end(), actions.begin(), [](char byte) {
-    const auto code = static_cast<uint8_t>(byte);
-    if (code > static_cast<uint8_t>(PlannedAction::kRecompute)) {
-      throw py::value_error("replay: found the action " + std::to_string(code) +
-                            ", expected 0 to 4");
-    }
-    return static_cast<PlannedAction>(code);
-  });
-  return actions;
-}
-
 std::map<int32_t, std::vector<int32_t>> by_mark(const std::vector<PlannedEvent>& events) {
   std::map<int32_t, std::vector<int32_t>> storages;
   for (const PlannedEvent& event : events) {
@@ -180,17 +116,11 @@ py::dict exposed_of(const Replay& found) {
   return seconds;
 }
 
-// In the order of Work.
-constexpr const char* kWork[] = {"forward",   "backward",       "wait for room",
-                                 "write",     "wait for bytes", "copying takes processors",
-                                 "encode",    "decode",         "recompute",
-                                 "copy away", "copy back"};
-
 py::list spans_of(const Replay& found) {
   py::list spans;
   for (const WorkSpan& span : found.spans) {
-    spans.append(py::make_tuple(kWork[static_cast<size_t>(span.work)], span.storage, span.begin_s,
-                                span.end_s));
+    spans.append(
+        py::make_tuple(static_cast<int>(span.work), span.storage, span.begin_s, span.end_s));
   }
   return spans;
 }
@@ -217,24 +147,23 @@ std::pair<py::bytes, Replay> replayed_without_idle(const StepRecord& step,
 }
 
 void bind_replay(py::module_& module) {
+  using Bytes = std::vector<int64_t>;
+  using Marks = std::vector<int32_t>;
+  using Seconds = std::vector<double>;
+  module.attr("NEVER") = kNever;
+  module.attr("NO_RECIPE") = kNoRecipe;
   py::class_<StepRecord>(module, "StepRecord")
-      .def(py::init(&checked_step), py::kw_only(), "nbytes"_a, "held_frame_nbytes"_a,
-           "overflow_nbytes"_a, "held_until"_a, "last_demand"_a, "gone_after"_a, "recipe_s"_a,
-           "inner_nbytes"_a, "recipe_sources"_a, "order"_a, "gaps_s"_a, "windows_s"_a,
-           "extra_nbytes"_a);
+      .def(py::init<Bytes, Bytes, Bytes, Marks, Marks, Marks, Seconds, Bytes, std::vector<Marks>,
+                    Marks, Seconds, Seconds, Bytes>(),
+           py::kw_only(), "nbytes"_a, "held_frame_nbytes"_a, "overflow_nbytes"_a, "held_until"_a,
+           "last_demand"_a, "gone_after"_a, "recipe_s"_a, "inner_nbytes"_a, "recipe_sources"_a,
+           "order"_a, "gaps_s"_a, "windows_s"_a, "extra_nbytes"_a)
+      .def("check", &StepRecord::check);
   py::class_<MachineRates>(module, "MachineRates")
       .def(py::init<double, double, double, double, double, double, double, double, double, bool>(),
            py::kw_only(), "d2h_bytes_per_s"_a, "h2d_bytes_per_s"_a, "duplex_d2h_bytes_per_s"_a,
            "duplex_h2d_bytes_per_s"_a, "encode_bytes_per_s"_a, "decode_bytes_per_s"_a,
            "copy_latency_s"_a, "codec_latency_s"_a, "copy_share"_a, "inline_codec"_a);
-  py::native_enum<Direction>(module, "Direction", "enum.Enum")
-      .value("AWAY", Direction::kAway)
-      .value("BACK", Direction::kBack)
-      .finalize();
-  py::class_<LinkModel>(module, "LinkModel")
-      .def(py::init<const MachineRates&, int32_t>(), "rates"_a, "storages"_a)
-      .def("add", &LinkModel::add, "direction"_a, "index"_a, "nbytes"_a, "ready_s"_a)
-      .def("end_s", &LinkModel::end_s, "direction"_a, "index"_a);
   py::class_<Replay>(module, "Replay")
       .def_readonly("resident_bytes", &Replay::resident_bytes)
       .def_readonly("mark_s", &Replay::mark_s)
@@ -258,7 +187,6 @@ void bind_replay(py::module_& module) {
 }  // namespace
 
 void bind_planning(py::module_& module) {
-  bind_record(module);
   bind_recorder(module);
   bind_replay(module);
 }

@@ -11,7 +11,32 @@
 #include "work/ticket.h"
 #include "work/without_gil.h"
 
+template <>
+struct py::detail::type_caster<memswap::PoolStatistics>
+    : memswap::FieldsCaster<memswap::PoolStatistics> {};
+template <>
+struct py::detail::type_caster<memswap::HostLimits> : memswap::FieldsCaster<memswap::HostLimits> {};
+
 namespace memswap {
+
+static py::object fields_of(const PoolStatistics& all) {
+  return py::dict("in_use_bytes"_a = all.in_use_bytes, "peak_bytes"_a = all.peak_bytes,
+                  "waste_bytes"_a = all.waste_bytes, "pending_bytes"_a = all.pending_bytes,
+                  "free_bytes"_a = all.free_bytes, "largest_free_bytes"_a = all.largest_free_bytes,
+                  "reserved_bytes"_a = all.reserved_bytes, "slabs"_a = all.slabs,
+                  "blocks"_a = all.blocks, "pending"_a = all.pending, "waits"_a = all.waits,
+                  "refusals"_a = all.refusals, "last_refusal"_a = all.last_refusal,
+                  "slabs_acquired"_a = all.slabs_acquired,
+                  "grown_in_background"_a = all.grown_in_background, "acquire_s"_a = all.acquire_s,
+                  "pageable_bytes"_a = all.pageable_bytes, "why_pageable"_a = all.why_pageable,
+                  "written_bytes"_a = all.written_bytes);
+}
+
+static py::object fields_of(const HostLimits& all) {
+  return with_attributes("available"_a = all.available, "group"_a = all.group,
+                         "lockable"_a = all.lockable, "locked"_a = all.locked,
+                         "free_bytes"_a = all.free());
+}
 
 namespace {
 
@@ -27,20 +52,6 @@ GilHooks python_gil_hooks() {
       },
       .release = [](void* taken) { delete static_cast<py::gil_scoped_acquire*>(taken); },
   };
-}
-
-py::dict statistics_of(const Pool& pool) {
-  const PoolStatistics all = pool.statistics();
-  return py::dict("in_use_bytes"_a = all.in_use_bytes, "peak_bytes"_a = all.peak_bytes,
-                  "waste_bytes"_a = all.waste_bytes, "pending_bytes"_a = all.pending_bytes,
-                  "free_bytes"_a = all.free_bytes, "largest_free_bytes"_a = all.largest_free_bytes,
-                  "reserved_bytes"_a = all.reserved_bytes, "slabs"_a = all.slabs,
-                  "blocks"_a = all.blocks, "pending"_a = all.pending, "waits"_a = all.waits,
-                  "refusals"_a = all.refusals, "last_refusal"_a = all.last_refusal,
-                  "slabs_acquired"_a = all.slabs_acquired,
-                  "grown_in_background"_a = all.grown_in_background, "acquire_s"_a = all.acquire_s,
-                  "pageable_bytes"_a = all.pageable_bytes, "why_pageable"_a = all.why_pageable,
-                  "written_bytes"_a = all.written_bytes);
 }
 
 // First byte of a contiguous tensor in host memory that is as long as the block.
@@ -107,16 +118,10 @@ void bind_pools(py::module_& module) {
       // Asked for in each forward, where making an object of all statistics would take a while.
       .def_property_readonly("pageable_bytes",
                              [](const Pool& pool) { return pool.statistics().pageable_bytes; })
-      .def("statistics", &statistics_of);
+      .def("statistics", &Pool::statistics);
   module.def("make_host_pool", &open_host_pool, "device"_a, "budget"_a, "slab"_a,
              "numa_node"_a = py::none(), "pageable"_a = true);
   module.def("make_disk_pool", &open_disk_pool, "path"_a, "budget"_a, "extent"_a, without_gil());
-  py::class_<HostLimits>(module, "HostLimits")
-      .def_readonly("available", &HostLimits::available)
-      .def_readonly("group", &HostLimits::group)
-      .def_readonly("lockable", &HostLimits::lockable)
-      .def_readonly("locked", &HostLimits::locked)
-      .def_property_readonly("free_bytes", &HostLimits::free);
   module.def(
       "host_limits", [](const std::string& root) { return host_limits(root); }, "root"_a = "/");
   module.def("numa_nodes", &numa_nodes, "root"_a = "/");

@@ -14,6 +14,7 @@
 #include <mutex>
 #include <utility>
 
+#include "backends.h"
 #include "lane/device_streams.h"
 #include "memswap/frame.h"
 #include "tensors.h"
@@ -334,14 +335,20 @@ std::string distrust(const memswap_codec& codec, c10::Device device, uint8_t dty
   }
 }
 
-std::vector<std::string> faults(const memswap_codec& codec, c10::Device device) {
-  if (codec.check_first == 0) {
+std::string codec_fault(c10::Device device, uint8_t dtype, uint8_t layout) {
+  const memswap_codec* const codec = codec_of(device.type());
+  return codec ? distrust(*codec, device, dtype, layout) : "no codec serves the device";
+}
+
+std::vector<std::string> codec_faults(c10::Device device) {
+  const memswap_codec* const codec = codec_of(device.type());
+  if (codec == nullptr || codec->check_first == 0) {
     return {};
   }
   try {
-    return verdict(codec, device).summary();
+    return verdict(*codec, device).summary();
   } catch (const c10::OutOfMemoryError&) {
-    return {no_memory(codec, device)};
+    return {no_memory(*codec, device)};
   }
 }
 

@@ -20,7 +20,10 @@ namespace memswap {
 // Thread-safe; called without the GIL and without locks.
 std::string distrust(const memswap_codec& codec, c10::Device device, uint8_t dtype, uint8_t layout);
 
+// The same of the codec that serves the device; so is that none does.
+std::string codec_fault(c10::Device device, uint8_t dtype, uint8_t layout);
+
 // All that such a check found, a sentence for each kind of fault; empty where nothing is wrong.
-std::vector<std::string> faults(const memswap_codec& codec, c10::Device device);
+std::vector<std::string> codec_faults(c10::Device device);
 
 }  // namespace memswap

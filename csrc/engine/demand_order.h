@@ -31,6 +31,13 @@ class DemandOrder {
 
   size_t size() const { return saved_.size(); }
   int64_t nbytes(size_t index) const { return saved_.at(index).nbytes; }
+  std::vector<int64_t> sizes() const {
+    std::vector<int64_t> all;
+    for (const Saved& saved : saved_) {
+      all.push_back(saved.nbytes);
+    }
+    return all;
+  }
   const Share& raw() const { return raw_; }
   const Share& decoded() const { return decoded_; }
 
@@ -193,10 +200,7 @@ struct Forecast {
 
   // `held`: places of storages that stayed alive although they had left.
   Forecast(const DemandOrder& seen, std::span<const size_t> held, int64_t window)
-      : window_bytes(window), order(seen.demanded()) {
-    for (size_t index = 0; index < seen.size(); ++index) {
-      sizes.push_back(seen.nbytes(index));
-    }
+      : window_bytes(window), order(seen.demanded()), sizes(seen.sizes()) {
     for (size_t index = seen.size(); index-- > 0;) {  // the others: last saved first
       if (!seen.was_demanded(index)) {
         order.push_back(index);

@@ -134,9 +134,8 @@ class Engine : public std::enable_shared_from_this<Engine> {
   // Storages of parameters and buffers, instead of those that were named before.
   void set_persistent(const std::vector<at::Tensor>& tensors);
 
-  // Takes in what encoders have reported by now, in the order of their encodes.
+  // Takes in what encoders have reported by now, of each device in the order of their encodes.
   void learn();
-  size_t awaited_reports() const { return awaited_.size(); }
 
   // --- demand (engine.cpp). Neither takes the lock for the wait. ---
 
@@ -208,7 +207,6 @@ class Engine : public std::enable_shared_from_this<Engine> {
                       bool leaves);
   bool refilled(const KnownPtr& known, const SavedView& look) const;
   const char* distrusted(const Expectation& expectation, const Entry& entry);
-  static std::optional<FrameReport> reported(FrameWatch& watch);
   // Whether what this sender encodes waits for a window.
   bool defers(const FrameSender& sender) const {
     return windows != nullptr && sender.works_ahead();
@@ -217,17 +215,37 @@ class Engine : public std::enable_shared_from_this<Engine> {
   bool demanding(const EntryPtr& entry);
   void served(const EntryPtr& entry);
 
-  // An encode whose report has not been taken in.
-  struct Awaited {
-    ExpectationsPtr expectations;
-    Expectation expectation;
-    std::shared_ptr<FrameWatch> watch;
-    std::weak_ptr<Entry> entry;
-  };
-  std::deque<Awaited> awaited_;
   std::optional<std::weak_ptr<Iteration>> first_short_;  // where room for frames first ran out
   // Of each device that was seen, at the same place for good; nullptr: its storages stay.
   std::deque<std::pair<c10::Device, TransfersPtr>> devices_;
 };
+
+// One installation of an engine's hooks, a `with` block or one call of a unit, and what is saved by
+// it.
+struct HookScope {
+  explicit HookScope(EnginePtr engine) : engine(std::move(engine)) {}
+
+  // The caller of what follows holds the engine's lock, and the GIL where there is Python.
+
+  // A plain tensor is saved. `batch`: of a group, that saves here, or nullptr.
+  Saved save(const at::Tensor& tensor, const SavedView& look, Batch* batch = nullptr);
+
+  // Whether a tensor is a parameter or a buffer, or a view of one: they are known by their
+  // storages.
+  bool persists(const SavedView& look) const;
+
+  const EnginePtr engine;
+  std::string unit;
+  std::optional<Action> action;  // of all that is packed
+  // The reason that is counted for what `action` keeps.
+  std::string why_kept = "policy";
+  std::optional<int64_t> group;  // a checkpoint region's number
+  bool covered = false;          // the policy covers the unit
+  int64_t packs = 0;             // tensors that were packed
+  int64_t ordinal = -1;          // of the storage that was considered last
+};
+
+// Why a tensor cannot move, whatever the policy says; nullptr: it can.
+const char* why_fixed(const SavedView& look);
 
 }  // namespace memswap

@@ -110,9 +110,8 @@ Expectations::Expectations(Device device, ExpectationLimits limits)
 ExpectationsPtr Expectations::of_device(c10::Device device, ExpectationLimits limits) {
   const memswap_codec* const codec = codec_of(device.type());
   Device known{.worst_case = device.is_cpu(), .spare_tiles = codec ? codec->spare_tiles : 0};
-  known.fault = [codec, device](uint8_t dtype, uint8_t layout) {
-    return codec ? distrust(*codec, device, dtype, layout)
-                 : std::string("no codec serves the device");
+  known.fault = [device](uint8_t dtype, uint8_t layout) {
+    return codec_fault(device, dtype, layout);
   };
   return std::make_shared<Expectations>(std::move(known), limits);
 }

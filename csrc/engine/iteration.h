@@ -60,6 +60,7 @@ class Iteration : public std::enable_shared_from_this<Iteration> {
   EntryPtr entry(size_t index) const { return entries_.at(index).lock(); }
   size_t size() const { return order_.size(); }
   int64_t nbytes() const { return order_.raw().nbytes + order_.decoded().nbytes; }
+  std::vector<int64_t> sizes() const { return order_.sizes(); }  // bytes of each
   int64_t alive_bytes() const;
   // Bytes of the device that its storages and their frames take now, whoever holds them, each
   // rounded up to a multiple of `granularity`, which is 1 at least.

@@ -7,7 +7,6 @@
 #include "frame_form.h"
 #include "iteration.h"
 #include "windows.h"
-#include "work/without_gil.h"
 
 namespace memswap {
 
@@ -56,23 +55,13 @@ const char* Engine::send(const EntryPtr& entry, const StorageRefPtr& storage,
 
 bool Engine::encode(const EntryPtr& entry, const StorageRefPtr& storage, const LeaveOrder& order,
                     Expectation expectation) {
-  FrameSender& sender = *order.transfers->frames(order.form);
-  const ExpectationsPtr& expectations = order.transfers->expectations;
-  std::optional<Leaving> leaving = sender.send(storage, expectation.options);
-  if (!leaving && expectation.trial) {
-    expectation = expectations->settled(expectation);
-    leaving = sender.send(storage, expectation.options);
-  }
+  std::optional<Leaving> leaving =
+      order.transfers->encode(order.form, storage, std::move(expectation), entry);
   if (!leaving) {
     return false;
   }
-  std::shared_ptr<FrameWatch> watch = static_cast<const FrameForm&>(*leaving->away).watch();
   entry->leave(std::move(*leaving));
   departing.add(entry.get());
-  // Where nothing works ahead an encode has ended, unless it failed.
-  if (sender.works_ahead() || reported(*watch)) {
-    awaited_.push_back({expectations, std::move(expectation), std::move(watch), entry});
-  }
   return true;
 }
 
@@ -87,26 +76,15 @@ const char* Engine::distrusted(const Expectation& expectation, const Entry& entr
   return "codec failed its check";
 }
 
-std::optional<FrameReport> Engine::reported(FrameWatch& watch) {
-  const WithoutGil without_gil;
-  return watch.report();
-}
-
 void Engine::learn() {
-  while (!awaited_.empty()) {
-    const std::shared_ptr<FrameWatch> watch = awaited_.front().watch;
-    const std::optional<FrameReport> report = reported(*watch);
-    if (!report) {
-      return;
-    }
-    const Awaited made = std::move(awaited_.front());
-    awaited_.pop_front();
-    made.expectations->learn(made.expectation, *report);
-    ++ledger.counters.encoded_storages;
-    ledger.counters.encoded_bytes += made.expectation.key.nbytes;
-    ledger.counters.frame_bytes += static_cast<int64_t>(report->frame_nbytes());
-    if (const EntryPtr entry = made.entry.lock()) {
-      entry->count_away();
+  for (const auto& [device, by] : devices_) {
+    while (const auto encoded = by ? by->take_report() : std::nullopt) {
+      ++ledger.counters.encoded_storages;
+      ledger.counters.encoded_bytes += encoded->nbytes;
+      ledger.counters.frame_bytes += encoded->frame_nbytes;
+      if (const EntryPtr entry = encoded->entry.lock()) {
+        entry->count_away();
+      }
     }
   }
 }

@@ -686,4 +686,17 @@ ReplayedPlan replay_without_idle(const StepRecord& step, const MachineRates& rat
   }
 }
 
+std::vector<PlannedAction> actions_of(std::string_view column) {
+  std::vector<PlannedAction> actions;
+  for (const char byte : column) {
+    const auto number = static_cast<uint8_t>(byte);
+    if (number > static_cast<uint8_t>(PlannedAction::kRecompute)) {
+      throw std::invalid_argument("replay: found the action " + std::to_string(number) +
+                                  ", expected 0 to 4");
+    }
+    actions.push_back(static_cast<PlannedAction>(number));
+  }
+  return actions;
+}
+
 }  // namespace memswap

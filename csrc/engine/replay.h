@@ -46,6 +46,7 @@
 #include <cstdint>
 #include <limits>
 #include <span>
+#include <string_view>
 #include <vector>
 
 #include "machine_rates.h"
@@ -125,5 +126,9 @@ struct ReplayedPlan {
 // replayed again, until there are none.
 ReplayedPlan replay_without_idle(const StepRecord& step, const MachineRates& rates,
                                  std::vector<PlannedAction> actions, int64_t budget_bytes);
+
+// The actions of a column with a byte for each storage: the number of its action. Throws
+// std::invalid_argument where that is none.
+std::vector<PlannedAction> actions_of(std::string_view column);
 
 }  // namespace memswap

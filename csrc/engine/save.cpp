@@ -1,6 +1,8 @@
 // What becomes of a tensor that autograd saves: its storage is known already, or too small, or new;
 // then a plan, the policy or who directs says what is done with it, and it leaves.
 
+#include <c10/core/impl/TorchDispatchModeTLS.h>
+
 #include <optional>
 #include <string>
 #include <utility>
@@ -30,7 +32,39 @@ Form form_of(Action action) {
   }
 }
 
+// Whether make_fx records operators now. It knows tensors by who they are: what came back in their
+// place would be a constant of the recording, with the bytes of now.
+bool is_traced() {
+  using c10::impl::TorchDispatchModeKey;
+  return c10::impl::TorchDispatchModeTLS::get_mode(TorchDispatchModeKey::PROXY).has_value();
+}
+
 }  // namespace
+
+Saved HookScope::save(const at::Tensor& tensor, const SavedView& look, Batch* batch) {
+  return engine->save({.tensor = tensor,
+                       .look = look,
+                       .unit = unit,
+                       .group = group.value_or(Iteration::kNoGroup),
+                       .covered = covered,
+                       .action = action,
+                       .number = packs,
+                       .ordinal = ordinal,
+                       .batch = batch,
+                       .planned = true,
+                       .why_kept = why_kept});
+}
+
+bool HookScope::persists(const SavedView& look) const {
+  return look.of_leaf() || engine->persistent.contains(look.storage_key());
+}
+
+const char* why_fixed(const SavedView& look) {
+  if (look.private_format()) {
+    return "private format";
+  }
+  return is_traced() ? "traced" : nullptr;
+}
 
 Saved Engine::keep(const SavedView& look, std::string_view reason) {
   ledger.keep(reason, static_cast<int64_t>(look.storage_nbytes()));

@@ -72,6 +72,17 @@ at::Tensor SavedTensor::unpack() const {
   return look.rebuild(*storage, !of->fetched());
 }
 
+EditedInPlace::EditedInPlace(const std::string& tensor, uint32_t version, uint32_t expected_version)
+    : std::runtime_error(
+          "one of the variables needed for gradient computation has been modified by an inplace "
+          "operation: [" +
+          tensor + "] is at version " + std::to_string(version) + "; expected version " +
+          std::to_string(expected_version) +
+          " instead. Hint: edit a copy, or edit before the operator that saves the tensor; "
+          "torch.autograd.set_detect_anomaly(True) finds that operator."),
+      version(version),
+      expected_version(expected_version) {}
+
 at::Tensor without_graph(const at::Tensor& tensor) {
   return tensor.requires_grad() && tensor.is_leaf() ? tensor : tensor.detach();
 }

@@ -15,15 +15,11 @@
 
 namespace memswap {
 
-// A saved tensor was edited in place, of which hooks keep autograd from hearing.
+// A saved tensor was edited in place, of which hooks keep autograd from hearing: its own words.
 struct EditedInPlace : std::runtime_error {
-  EditedInPlace(std::string tensor, uint32_t version, uint32_t expected_version)
-      : std::runtime_error("a saved tensor was edited in place: " + tensor),
-        tensor(std::move(tensor)),
-        version(version),
-        expected_version(expected_version) {}
+  // `tensor`: in words.
+  EditedInPlace(const std::string& tensor, uint32_t version, uint32_t expected_version);
 
-  const std::string tensor;  // in words
   const uint32_t version, expected_version;
 };
 

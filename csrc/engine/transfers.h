@@ -3,11 +3,15 @@
 
 #include <c10/core/Device.h>
 
+#include <cstddef>
 #include <cstdint>
+#include <deque>
 #include <functional>
 #include <memory>
 #include <optional>
+#include <string>
 #include <utility>
+#include <variant>
 
 #include "action.h"
 #include "block_form.h"
@@ -16,9 +20,18 @@
 
 namespace memswap {
 
+class Entry;
+
 // What a storage is sent as: its bytes in a block of a pool, or a frame, on the device or in a
 // pool. (What becomes a recipe is not sent.)
 enum class Form : uint8_t { kBlock, kFrame, kPooledFrame };
+
+// Why a storage was not sent: the reason in the statistics, and where there was too little of
+// something, of what, in words for the user.
+struct Refused {
+  const char* reason;
+  std::string why;
+};
 
 // Senders are opened when they are first needed: a codec, or a pool of pinned memory, is not there
 // for nothing. The engine's lock serialises the calls.
@@ -76,6 +89,30 @@ class Transfers {
 
   void begin(int64_t leaving_bytes, int64_t nbytes) { opener_->begin(leaving_bytes, nbytes); }
 
+  // Starts sending a storage, a frame as it is expected to be.
+  std::variant<Leaving, Refused> send(Form form, const StorageRefPtr& storage,
+                                      const TensorKey& key);
+
+  // Starts encoding a storage, a trial that there is no room for in the layout that is known.
+  // Nothing: there is no room, and nothing was started. `entry`: whose storage it is, if it has
+  // one.
+  std::optional<Leaving> encode(Form form, const StorageRefPtr& storage, Expectation expectation,
+                                std::weak_ptr<Entry> entry = {});
+
+  // What an encoder has found out.
+  struct Encoded {
+    int64_t nbytes, frame_nbytes;  // of the storage, of its frame
+    std::weak_ptr<Entry> entry;
+  };
+  // Takes in the next report, in the order of the encodes. Nothing: it has not come yet.
+  std::optional<Encoded> take_report();
+  // All that have come.
+  void learn() {
+    while (take_report()) {
+    }
+  }
+  size_t awaited_reports() const { return awaited_.size(); }
+
   // What is saved now leaves later, perhaps while another stream is current.
   void meet_stream(Form form) {
     if (!works_ahead()) {
@@ -97,9 +134,17 @@ class Transfers {
   const Policy policy;
 
  private:
+  // An encode whose report has not been taken in.
+  struct Awaited {
+    Expectation expectation;
+    std::shared_ptr<FrameWatch> watch;
+    std::weak_ptr<Entry> entry;
+  };
+
   const std::unique_ptr<Opener> opener_;
   std::shared_ptr<BlockSender> blocks_;
   std::optional<std::shared_ptr<FrameSender>> frames_, pooled_frames_;  // nothing: not opened yet
+  std::deque<Awaited> awaited_;
 };
 using TransfersPtr = std::shared_ptr<Transfers>;
 

@@ -1,9 +1,20 @@
 #include "lane.h"
 
+#include <algorithm>
 #include <stdexcept>
 #include <string>
 
 namespace memswap {
+
+namespace {
+
+void check(const Tickets& after) {
+  if (std::find(after.begin(), after.end(), nullptr) != after.end()) {
+    throw std::invalid_argument("expected tickets to come after, found None");
+  }
+}
+
+}  // namespace
 
 ByteRange ByteRange::of(size_t storage_nbytes) const {
   const bool to_the_end = nbytes == kToTheEnd;
@@ -27,6 +38,7 @@ TicketPtr CheckedLane::send(StorageRefPtr storage, BlockPtr block, ByteRange ran
                                 std::to_string(block->nbytes()));
   }
   check(*storage, *block);
+  memswap::check(after);
   return start_send(std::move(storage), offset, std::move(block), std::move(after));
 }
 
@@ -35,6 +47,7 @@ std::pair<StorageRefPtr, TicketPtr> CheckedLane::fetch(BlockPtr block, Tickets a
     throw std::invalid_argument("fetch needs a block, found None");
   }
   check(*block);
+  memswap::check(after);
   auto storage = allocate(block->nbytes());
   auto ticket = start_fetch(std::move(block), storage, 0, std::move(after));
   return {std::move(storage), std::move(ticket)};
@@ -47,6 +60,7 @@ TicketPtr CheckedLane::fetch_into(BlockPtr block, StorageRefPtr storage, size_t 
   }
   (void)ByteRange{offset, block->nbytes()}.of(storage->storage.nbytes());
   check(*storage, *block);
+  memswap::check(after);
   return start_fetch(std::move(block), std::move(storage), offset, std::move(after));
 }
 

@@ -2,7 +2,7 @@
 
 import enum
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from typing import Any, NoReturn, TypeAlias
 
 import torch
 from typing_extensions import Self
@@ -38,8 +38,8 @@ class SavedView:
 
 class Known: ...
 
-class Ledger:
-    """What an engine counts (csrc/engine/ledger.h)."""
+class Counters:
+    """What an engine has counted (csrc/engine/counters.h)."""
 
     offered_tensors: int
     offered_bytes: int
@@ -54,17 +54,22 @@ class Ledger:
     returned_bytes: int
     freed_bytes: int
     stalls: int
+    exposed_wait_s: float
     resident_bytes: int
     peak_resident_bytes: int
     away_bytes: int
     peak_away_bytes: int
 
+class Ledger:
+    """Which storages an engine knows, and what it counts (csrc/engine/ledger.h)."""
+
     def keep(self, reason: str, nbytes: int) -> None: ...
     def tell_once(self, reason: str, message: str) -> None: ...
+    def offer(self, nbytes: int) -> None: ...
     def set_reserved(self, nbytes: int) -> None: ...
-    @property
-    def exposed_wait_s(self) -> float: ...
     def reset(self) -> None: ...
+    @property
+    def counters(self) -> Counters: ...
     @property
     def kept(self) -> dict[str, tuple[int, int]]: ...  # by reason: tensors, bytes of storages
     @property
@@ -83,90 +88,33 @@ class EntryReference:
 
 TensorKey: TypeAlias = tuple[str, int, int, torch.dtype]  # unit, ordinal, nbytes, dtype
 
-class FrameSizes:
-    """Bytes of a tensor's frame, as it was last seen."""
+#: Of the bytes of a frame: a tensor's worth; steps until another look; a share; a factor, and units
+#: of 8 bytes (csrc/engine/expectations.h: ExpectationLimits)
+ExpectationLimits: TypeAlias = tuple[float, int, float, float, int]
 
-    def __init__(self, used: int, held: int, overflow: int) -> None: ...
-    @property
-    def used(self) -> int: ...
-    @property
-    def held(self) -> int: ...
-    @property
-    def overflow(self) -> int: ...
-
-class FrameFacts:
-    """What matters of what an encoder found."""
-
-    frame_nbytes: int
-    elements: int
-    blocks: int
-    var_used: int
-    overflow_used: int
-    zeros: int
-    center_sum: int
-    lq2_blocks: int
-    fw2_blocks: int
-    status: int
-    layout: int
-
-    def __init__(self, report: FrameReport | None = None) -> None: ...
-
-class ExpectationLimits:
-    """What decides where nothing is known for sure (csrc/engine/expectations.h)."""
-
-    worth: float
-    retry_after: int
-    trial_share: float
-    margin: float
-    margin_units: int
-    most_keys: int
-
-    def __init__(self) -> None: ...
-
-class Expectation:
-    """How to encode one tensor now, and whether to."""
-
-    @property
-    def pays(self) -> bool: ...
-    @property
-    def trial(self) -> bool: ...  # whether the layout is a guess
-    @property
-    def fault(self) -> str: ...  # why the codec must not encode it; empty: it may
-    @property
-    def options(self) -> FrameOptions: ...
-    # the following, which are its elements
-    @property
-    def dtype(self) -> int: ...
-    @property
-    def shape(self) -> int | None: ...  # None: the one that a sample chooses, in host memory
-    @property
-    def var_capacity(self) -> int | None: ...  # units of 8 bytes; None: the worst case
-    @property
-    def profile(self) -> int: ...
-    @property
-    def center(self) -> int: ...
+EXPECTATION_LIMITS: ExpectationLimits
 
 class Expectations:
     """What is expected of the tensors of one device (csrc/engine/expectations.h)."""
 
-    def __init__(
-        self, limits: ExpectationLimits, worst_case: bool = False, spare_tiles: int = 0
-    ) -> None: ...
-    @staticmethod
-    def of_device(device: torch.device, limits: ExpectationLimits) -> Expectations: ...
+    def __init__(self, device: torch.device, limits: ExpectationLimits) -> None: ...
     def __len__(self) -> int: ...
     def begin_iteration(self) -> None: ...
-    def of(self, key: TensorKey, most_nbytes: int | None = None) -> Expectation: ...
-    def settled(self, trial: Expectation) -> Expectation: ...
-    def learn(self, expectation: Expectation, facts: FrameFacts | FrameReport) -> None: ...
-    def sizes(self, key: TensorKey) -> FrameSizes | None: ...
-
-def first_layout(dtype: int) -> int: ...
+    # bytes of a frame as it was last seen: used, held, of the overflow
+    def sizes(self, key: TensorKey) -> tuple[int, int, int] | None: ...
 
 class Form(enum.Enum):
     BLOCK = ...
     FRAME = ...
     POOLED_FRAME = ...
+
+class Refused:
+    """Why a storage was not sent (csrc/engine/transfers.h)."""
+
+    @property
+    def reason(self) -> str: ...  # in the statistics
+    @property
+    def why(self) -> str: ...  # what there was too little of; empty: nothing was
 
 class Transfers:
     """What an engine sends by on one device (csrc/engine/transfers.h)."""
@@ -180,9 +128,12 @@ class Transfers:
         without_recipe: Action,
         captures: Callable[[], bool] | None,
     ) -> None: ...
+    def send(
+        self, form: Form, storage: StorageRef, key: TensorKey
+    ) -> tuple[AwayForm, Ticket] | Refused: ...
+    def learn(self) -> None: ...
     @property
-    def blocks(self) -> BlockSender: ...
-    def frames(self, form: Form) -> FrameSender | None: ...
+    def awaited_reports(self) -> int: ...
 
 class Span:
     """An operator that is timed (csrc/engine/durations.h)."""
@@ -199,11 +150,11 @@ class Durations:
 class Windows:
     """Codec work of an engine that waits for windows (csrc/engine/windows.h)."""
 
-    max_pending_bytes: int | None  # None: from what forwards defer
-    leftovers_start: bool
     captures: Callable[[], bool] | None  # whether a GPU's current stream captures a graph
     is_current: Callable[[torch.Stream], bool] | None  # None: by asking the device
 
+    # None: from what forwards defer
+    def set_options(self, max_pending_bytes: int | None, leftovers_start: bool, /) -> None: ...
     def open(self, seconds: float) -> None: ...
     def enter(self, seconds: float) -> None: ...
     def leave(self) -> None: ...
@@ -266,8 +217,6 @@ class Batch:
 class Entry(Known):
     """One saved storage that may leave (csrc/engine/entry.h)."""
 
-    def __init__(self, engine: Engine, view: SavedView, storage: StorageRef) -> None: ...
-    def swap(self, sender: BlockSender, storage: StorageRef) -> bool: ...
     def gone(self, wait: bool = False) -> bool: ...
     @property
     def state(self) -> State: ...
@@ -422,8 +371,6 @@ class Engine:
     def schedule(self) -> Schedule: ...
     @property
     def windows(self) -> Windows | None: ...
-    @property
-    def awaited_reports(self) -> int: ...
     def set_policy(
         self, min_bytes: int, action: Action | None, asks: bool, recipes: bool, /
     ) -> None: ...
@@ -464,6 +411,7 @@ class Handle:
 
 def kept_handle(tensor: torch.Tensor, /) -> Handle: ...  # of a save whose tensor stays
 def unpack(handle: Any, /) -> torch.Tensor: ...
+def raise_inplace_edit(tensor: str, version: int, expected_version: int, /) -> NoReturn: ...
 def observed() -> bool: ...
 
 class HookScope:
@@ -482,8 +430,6 @@ class HookScope:
 
     def __init__(self, engine: Engine) -> None: ...
     @property
-    def packs(self) -> int: ...  # calls of `pack` so far
-    @property
     def engine(self) -> Any: ...
     def pack(self, tensor: torch.Tensor, /) -> Any: ...
     def save(self, tensor: torch.Tensor, view: SavedView, /) -> Handle: ...
@@ -491,46 +437,26 @@ class HookScope:
 class IterationRecord:
     """What one iteration was like, in columns (csrc/engine/iteration_record.h)."""
 
-    @property
-    def units(self) -> list[str]: ...
-    @property
-    def ordinals(self) -> list[int]: ...
-    @property
-    def nbytes(self) -> list[int]: ...
-    @property
-    def dtypes(self) -> list[torch.dtype]: ...
-    @property
-    def actions(self) -> list[Action]: ...
-    @property
-    def moved(self) -> list[bool]: ...
-    @property
-    def held_until(self) -> list[int | None]: ...
-    @property
-    def last_demand(self) -> list[int | None]: ...
-    @property
-    def kept_until(self) -> list[int | None]: ...
-    @property
-    def others(self) -> list[list[str]]: ...
-    @property
-    def order(self) -> list[int]: ...
-    @property
-    def gaps_s(self) -> list[float]: ...
-    @property
-    def costs_s(self) -> list[float]: ...
-    @property
-    def windows_s(self) -> list[float]: ...
-    @property
-    def extra_nbytes(self) -> list[int]: ...
-    @property
-    def tail_s(self) -> float: ...
-    @property
-    def peak_bytes(self) -> int: ...
-    @property
-    def regions(self) -> list[tuple[str, list[int], int]]: ...
-    @property
-    def sends(self) -> list[tuple[float, int]]: ...
-    @property
-    def fetches(self) -> list[tuple[float, int]]: ...
+    units: list[str]
+    ordinals: list[int]
+    nbytes: list[int]
+    dtypes: list[torch.dtype]
+    actions: list[Action]
+    moved: list[bool]
+    held_until: list[int | None]
+    last_demand: list[int | None]
+    kept_until: list[int | None]
+    others: list[list[str]]
+    order: list[int]
+    gaps_s: list[float]
+    costs_s: list[float]
+    windows_s: list[float]
+    extra_nbytes: list[int]
+    tail_s: float
+    peak_bytes: int
+    regions: list[tuple[str, list[int], int]]
+    sends: list[tuple[float, int]]
+    fetches: list[tuple[float, int]]
 
 class Recorder:
     """Takes down one iteration (csrc/engine/recorder.h)."""
@@ -551,6 +477,9 @@ class Recorder:
     def wait(self) -> None: ...
     def take(self) -> IterationRecord | None: ...
 
+NEVER: int  # a mark that there is not
+NO_RECIPE: float  # seconds of a recipe that there is not
+
 class StepRecord:
     """One training step in columns (csrc/engine/step_record.h)."""
 
@@ -560,10 +489,10 @@ class StepRecord:
         nbytes: Sequence[int],
         held_frame_nbytes: Sequence[int],
         overflow_nbytes: Sequence[int],
-        held_until: Sequence[int | None],
-        last_demand: Sequence[int | None],
-        gone_after: Sequence[int | None],
-        recipe_s: Sequence[float | None],
+        held_until: Sequence[int],
+        last_demand: Sequence[int],
+        gone_after: Sequence[int],
+        recipe_s: Sequence[float],
         inner_nbytes: Sequence[int],
         recipe_sources: Sequence[Sequence[int]],
         order: Sequence[int],
@@ -571,6 +500,7 @@ class StepRecord:
         windows_s: Sequence[float],
         extra_nbytes: Sequence[int],
     ) -> None: ...
+    def check(self) -> None: ...
 
 class MachineRates:
     """How fast a machine copies, encodes and decodes: memswap.Rates."""
@@ -589,17 +519,6 @@ class MachineRates:
         copy_share: float,
         inline_codec: bool,
     ) -> None: ...
-
-class Direction(enum.Enum):
-    AWAY = 0
-    BACK = 1
-
-class LinkModel:
-    """When copies in two directions begin and end (csrc/engine/link_model.h)."""
-
-    def __init__(self, rates: MachineRates, storages: int) -> None: ...
-    def add(self, direction: Direction, index: int, nbytes: int, ready_s: float) -> None: ...
-    def end_s(self, direction: Direction, index: int) -> float: ...
 
 class Replay:
     """What a plan makes of a step (csrc/engine/replay.h)."""
@@ -629,7 +548,7 @@ class Replay:
     @property
     def fetches(self) -> dict[int, list[int]]: ...  # demanded storage -> those that start back then
     @property
-    def work(self) -> list[tuple[str, int, float, float]]: ...  # what, storage, begin and end
+    def work(self) -> list[tuple[int, int, float, float]]: ...  # what, storage, begin and end
 
 def replay(
     step: StepRecord,
@@ -658,43 +577,6 @@ class BlockForm(AwayForm):
     """Raw bytes in a block of a pool (csrc/engine/block_form.h)."""
 
     def bring_into(self, leaving: StorageRef, departure: Ticket) -> Ticket: ...
-
-class FrameForm(AwayForm):
-    """A frame, on the device or in a pool (csrc/engine/frame_form.h)."""
-
-    def watch(self) -> FrameWatch: ...
-
-class BlockSender:
-    """Sends storages into blocks of a pool."""
-
-    def __init__(self, lane: Lane, pool: Pool) -> None: ...
-    @property
-    def lane(self) -> Lane: ...
-    @property
-    def pool(self) -> Pool: ...
-    @property
-    def short_of(self) -> str: ...
-    def why_refused(self) -> str: ...
-    def send(self, storage: StorageRef) -> tuple[AwayForm, Ticket] | None: ...
-
-class FrameSender:
-    """Encodes storages, into a pool or where they are."""
-
-    def __init__(
-        self,
-        lane: CodecLane,
-        works_ahead: bool,
-        copies: Lane | None = None,
-        pool: Pool | None = None,
-    ) -> None: ...
-    @property
-    def works_ahead(self) -> bool: ...
-    @property
-    def short_of(self) -> str: ...
-    def why_refused(self) -> str: ...
-    def send(
-        self, storage: StorageRef, options: FrameOptions
-    ) -> tuple[FrameForm, Ticket] | None: ...
 
 class ProvenRecipe:
     """A recipe that a plan may count on (csrc/engine/proven_recipe.h)."""
@@ -773,17 +655,15 @@ class Lane:
         block: Block,
         offset: int = 0,
         nbytes: int | None = None,
-        after: Ticket | Sequence[Ticket | None] | None = None,
+        after: Sequence[Ticket] = ...,
     ) -> Ticket: ...
-    def fetch(
-        self, block: Block, after: Ticket | Sequence[Ticket | None] | None = None
-    ) -> tuple[StorageRef, Ticket]: ...
+    def fetch(self, block: Block, after: Sequence[Ticket] = ...) -> tuple[StorageRef, Ticket]: ...
     def fetch_into(
         self,
         block: Block,
         storage: StorageRef,
         offset: int,
-        after: Ticket | Sequence[Ticket | None] | None = None,
+        after: Sequence[Ticket] = ...,
     ) -> Ticket: ...
     def gather(self, storages: Sequence[StorageRef]) -> tuple[StorageRef, list[int]]: ...
     def settle(self) -> None: ...
@@ -854,16 +734,11 @@ def make_host_pool(
 def make_disk_pool(path: str, budget: int | None, extent: int) -> Pool: ...
 
 class HostLimits:
-    @property
-    def available(self) -> int: ...
-    @property
-    def group(self) -> int | None: ...
-    @property
-    def lockable(self) -> int | None: ...
-    @property
-    def locked(self) -> int: ...
-    @property
-    def free_bytes(self) -> int: ...
+    available: int
+    group: int | None
+    lockable: int | None
+    locked: int
+    free_bytes: int
 
 def host_limits(root: str = "/") -> HostLimits: ...
 def numa_nodes(root: str = "/") -> int: ...
@@ -884,45 +759,28 @@ FrameOptions: TypeAlias = (
 class FrameLayout:
     """Sizes of a frame, known before anything is encoded."""
 
-    @property
-    def elements(self) -> int: ...
-    @property
-    def blocks(self) -> int: ...
-    @property
-    def fixed_nbytes(self) -> int: ...  # header, slabs, records
-    @property
-    def max_var_units(self) -> int: ...  # with so much var every encode fits
-    def most_overflow_units(self, var_capacity: int, spare_tiles: int) -> int: ...
-    @property
-    def max_nbytes(self) -> int: ...  # fixed_nbytes + 8 * max_var_units
+    elements: int
+    blocks: int
+    fixed_nbytes: int  # header, slabs, records
+    max_var_units: int  # with so much var every encode fits
+    max_nbytes: int  # fixed_nbytes + 8 * max_var_units
 
 def frame_layout(dtype: int, shape: int, elements: int) -> FrameLayout: ...  # ValueError: no such
 
 class FrameReport:
     """What the encoder found."""
 
-    @property
-    def elements(self) -> int: ...
-    @property
-    def blocks(self) -> int: ...
-    @property
-    def dtype(self) -> int: ...
-    @property
-    def shape(self) -> int: ...
-    @property
-    def frame_nbytes(self) -> int: ...  # fixed part, var_used and overflow_used
-    @property
-    def var_capacity(self) -> int: ...  # units
-    @property
-    def var_used(self) -> int: ...  # units
-    @property
-    def overflow_used(self) -> int: ...  # units
-    @property
-    def zeros(self) -> int: ...
-    @property
-    def center_sum(self) -> int: ...
-    @property
-    def status(self) -> int: ...
+    elements: int
+    blocks: int
+    dtype: int
+    shape: int
+    frame_nbytes: int  # fixed part, var_used and overflow_used
+    var_capacity: int  # units
+    var_used: int  # units
+    overflow_used: int  # units
+    zeros: int
+    center_sum: int
+    status: int
 
 class FrameWatch:
     """Outlives the EncodedStorage; holds no memory of the device."""
@@ -1003,8 +861,6 @@ def codec_name(device: torch.device) -> str | None: ...
 
 # By device type: why this build has no codec for it, and how to get one.
 codecs_left_out: dict[str, str]
-
-def codec_spare_tiles(device: torch.device) -> int: ...
 
 # Why the device's codec must not encode a dtype in a layout there, or ""; and all that its
 # self-check found wrong, a sentence each.

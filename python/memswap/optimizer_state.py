@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from memswap._native import native
 from memswap._warn import UsersLine
-from memswap.engine.action import ENCODE, KEEP, SWAP, Action
+from memswap.engine.action import ENCODE, ENCODE_SWAP, KEEP, SWAP, Action
 from memswap.engine.pools import PAGEABLE
 from memswap.engine.transfers import OpenTransfers, Transfers, lane_to
 from memswap.engine.units import format_bytes
@@ -21,16 +21,7 @@ from memswap.errors import TransferError
 from memswap.inplace import AWAY_ATTRIBUTE, holders_of_new, shared_pool, why_shared
 
 if TYPE_CHECKING:
-    from memswap._C import (
-        AwayForm,
-        Expectation,
-        Expectations,
-        FrameWatch,
-        SavedView,
-        StorageRef,
-        Ticket,
-        WeakStorage,
-    )
+    from memswap._C import AwayForm, SavedView, StorageRef, Ticket, WeakStorage
     from memswap.engine.transfers import Pool
     from memswap.inplace import Holders
 
@@ -179,13 +170,12 @@ class _Leaving(NamedTuple):
     """Its memory, until it is free."""
 
 
-@dataclass(slots=True)
-class _Encoding:
-    """An encode whose report is not known yet."""
-
-    expectations: Expectations
-    expectation: Expectation
-    watch: FrameWatch
+#: What a state tensor is sent as: the first that there is room for, and that is shorter.
+FORMS = {
+    SWAP: (native.Form.BLOCK,),
+    ENCODE: (native.Form.FRAME,),
+    ENCODE_SWAP: (native.Form.POOLED_FRAME, native.Form.BLOCK),
+}
 
 
 class StateMover:
@@ -203,7 +193,6 @@ class StateMover:
         self._transfers = OpenTransfers(pool)
         self._min_bytes = min_bytes
         self._leaving: deque[_Leaving] = deque()
-        self._encoding: deque[_Encoding] = deque()
         self._told: set[str] = set()
         self._new: dict[torch.device, Holders] = {}
         self._line = UsersLine.here()
@@ -218,10 +207,8 @@ class StateMover:
     def begin_step(self) -> None:
         """The tensors are about to come and go once more."""
         self.kept = {}
-        while self._encoding and (report := self._encoding[0].watch.report()) is not None:
-            made = self._encoding.popleft()
-            made.expectations.learn(made.expectation, report)
         for transfers in self._transfers.all():
+            transfers.native.learn()
             transfers.expectations.begin_iteration()
             transfers.check_decodes()
             if failure := transfers.take_failure():
@@ -336,38 +323,15 @@ class StateMover:
             # An optimizer for each parameter is not a pool, and threads, for each parameter.
             pool = self._pool or shared_pool(transfers.device)
             transfers.use(pool, lane_to(pool, transfers.device))
-        if action is not SWAP:
-            sender = transfers.encoding(action)
-            expectation = transfers.expectations.of((name, 0, storage.nbytes, dtype))
-            if sender is None:
-                reason = "no codec"
-            elif not expectation.pays:
-                reason = "does not shrink"
-            else:
-                sent = sender.send(storage, expectation.options)
-                if sent is None and expectation.trial:
-                    expectation = transfers.expectations.settled(expectation)
-                    sent = sender.send(storage, expectation.options)
-                if sent is not None:
-                    self._watch(transfers, expectation, sent[0].watch(), sender.works_ahead)
-                    return sent
-                reason = sender.short_of
-                self._tell(reason, storage.nbytes, sender.why_refused())
-            if action is ENCODE:
-                return reason
-        swapped = transfers.swap.send(storage)
-        if swapped is None:
-            self._tell(transfers.swap.short_of, storage.nbytes, transfers.swap.why_refused())
-            return transfers.swap.short_of
-        return swapped
-
-    def _watch(
-        self, transfers: Transfers, expectation: Expectation, watch: FrameWatch, works_ahead: bool
-    ) -> None:
-        if works_ahead:
-            self._encoding.append(_Encoding(transfers.expectations, expectation, watch))
-        elif (report := watch.report()) is not None:
-            transfers.expectations.learn(expectation, report)
+        reason = ""
+        for form in FORMS[action]:
+            sent = transfers.native.send(form, storage, (name, 0, storage.nbytes, dtype))
+            if not isinstance(sent, native.Refused):
+                return sent
+            reason = sent.reason
+            if sent.why:
+                self._tell(reason, storage.nbytes, sent.why)
+        return reason
 
     def wait_oldest(self) -> bool:
         """Let go of the memory of what left first: what follows comes after its send.

@@ -232,6 +232,13 @@ TEST(Replay, APlanThatTheMachineCannotFollowIsRefused) {
                std::invalid_argument);
 }
 
+TEST(Replay, AColumnOfActionsHasNumbersThatThereAre) {
+  EXPECT_EQ(actions_of(std::string_view("\0\2\4", 3)),
+            (std::vector{PlannedAction::kKeep, PlannedAction::kSwap, PlannedAction::kRecompute}));
+  EXPECT_THROW(actions_of("\5"), std::invalid_argument);
+  EXPECT_THROW(actions_of("\xff"), std::invalid_argument);
+}
+
 TEST(StepRecord, ColumnsThatContradictEachOtherAreRefused) {
   EXPECT_NO_THROW(stack(3).check());
   StepRecord twice = stack(3);
@@ -302,6 +309,23 @@ TEST(LinkModel, BothDirectionsAtOnceAreSlower) {
   EXPECT_NEAR(alone.end_s(Direction::kBack, 1), 2e-3, 1e-12);
   EXPECT_EQ(alone.begin_s(Direction::kBack, 1), 1e-3);
   EXPECT_EQ(alone.begin_s(Direction::kAway, 0), std::nullopt);
+}
+
+TEST(LinkModel, ManyAwayAndAFewBackSlowEachOtherDownForAsLongAsTheyMeet) {
+  constexpr int kMany = 12;
+  for (const double duplex : {1.0, 0.75, 0.5}) {
+    for (const int few : {0, 4, 12}) {
+      LinkModel link({1e6, 1e6, 1e6 * duplex, 1e6 * duplex, 0, 0, 0, 0, 0, false}, kMany);
+      for (int index = 0; index < kMany; ++index) {
+        link.add(Direction::kAway, index, 1000, 0);
+        if (index < few) {
+          link.add(Direction::kBack, index, 1000, 0);
+        }
+      }
+      const double expected_s = (few / duplex + kMany - few) * 1e-3;
+      EXPECT_NEAR(link.end_s(Direction::kAway, kMany - 1), expected_s, 1e-9) << few << " back";
+    }
+  }
 }
 
 TEST(RunningPeak, IsTheLargestRunningSumAfterAnyChange) {

@@ -161,8 +161,10 @@ def sent_before_the_step() -> Any:
         for tensor in stream._stepped(number):
             if tensor.numel() > 1 and away_of(tensor) is None:
                 counter.own += 1
-                transfers = stream._mover._transfers.to(tensor.device)
-                early[tensor.data_ptr()] = transfers.swap.send(native.StorageRef(tensor))
+                sent_by = stream._mover._transfers.to(tensor.device).native
+                key = ("early", 0, tensor.nbytes, tensor.dtype)
+                sent = sent_by.send(native.Form.BLOCK, native.StorageRef(tensor), key)
+                early[tensor.data_ptr()] = sent
 
     def start(counter: Counter, original: Any, mover: StateMover, *arguments: Any) -> Any:
         storage = arguments[2]

@@ -163,7 +163,7 @@ def ranges_swapped_in_place(region: Region) -> list[torch.Tensor]:
     lane, pool = transfers.open_lane(DEVICE), new_pool()
     there, back = pool.native.allocate(4004), _block_of(7.0, 1001, pool)
     departure = lane.send(storage_of(storage), there, 4000, 4004)
-    arrival = lane.fetch_into(back, storage_of(storage), 4000, after=departure)
+    arrival = lane.fetch_into(back, storage_of(storage), 4000, after=[departure])
     arrival.wait()
     found = on_host([storage])
     departure.synchronize()

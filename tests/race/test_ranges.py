@@ -163,9 +163,9 @@ def test_a_transfer_comes_after_tickets_of_worker_lanes() -> None:
     first = workers.send(storage_of(source), staged)
     tensor = new_bytes(200)
     expected = tensor.cpu()
-    lane.send(storage_of(tensor), block, after=[first, None]).wait()
+    lane.send(storage_of(tensor), block, after=[first]).wait()
     assert first.done(), "the worker's transfer had not begun and was not waited for"
-    storage, arrival = lane.fetch(block, after=first)
+    storage, arrival = lane.fetch(block, after=[first])
     arrival.wait()
     assert same_bits(native.capture(tensor).rebuild(storage, False).cpu(), expected)
 
@@ -179,7 +179,7 @@ def test_work_of_a_worker_comes_after_tickets_of_a_stream() -> None:
     expected = tensor.cpu()
     staged, kept = pool.native.allocate(4097), ordinary.native.allocate(4097)
     departure = lane.send(storage_of(tensor), staged)
-    unpinned = workers.fetch_into(staged, storage_of(host), 0, after=departure)
+    unpinned = workers.fetch_into(staged, storage_of(host), 0, after=[departure])
     written = workers.send(storage_of(host), kept, after=[unpinned])
     written.wait()
     assert departure.done(), "the worker did not wait for the stream"
@@ -194,7 +194,7 @@ def test_tickets_of_streams_are_ordered_without_the_host() -> None:
     blocks = [pool.native.allocate(4000) for _ in range(2)]
     before = counters.host_syncs()
     departure = lanes[0].send(storage_of(tensor), blocks[0])
-    second = lanes[1].send(storage_of(tensor), blocks[1], after=departure)
+    second = lanes[1].send(storage_of(tensor), blocks[1], after=[departure])
     arrival = lanes[0].fetch_into(blocks[1], storage_of(tensor), 0, after=[departure, second])
     assert counters.host_syncs() == before, "the host waited for a stream"
     arrival.wait()

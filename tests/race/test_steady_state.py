@@ -113,10 +113,10 @@ def test_a_step_that_encodes_synchronises_nothing_and_gives_everything_back(
     stats = training.swap.stats()
     assert stats.moved_storages > 0 and "codec room" not in stats.kept
     assert_nothing_left(stats)
-    (transfers,) = training.swap._engine._transfers.all()
-    arena = transfers.codec_lane.arena_statistics()
+    (sent_by,) = training.swap._engine._transfers.all()
+    arena = sent_by.codec_lane.arena_statistics()
     assert arena["live_shares"] == 0, "a frame's share of the arena was not given back"
-    assert training.swap._engine.awaited_reports <= 1000, "reports are waited for without end"
+    assert sent_by.native.awaited_reports <= 1000, "reports are waited for without end"
 
 
 @pytest.mark.one_schedule

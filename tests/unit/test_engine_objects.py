@@ -14,6 +14,7 @@ from helpers import descriptor_under
 
 import memswap
 from memswap._native import native
+from memswap.engine import transfers
 from memswap.engine.engine import Engine
 from memswap.engine.handle import Passed, unpack
 from memswap.engine.hook_scope import HookScope
@@ -27,21 +28,15 @@ def new_engine(pool=None):
     return Engine(SWAP, pool or memswap.HostPool(device=CPU, budget="4MiB", slab="1MiB"), 0)
 
 
-def saved(engine, nbytes=100):
-    """A tensor and its entry, which has left nothing and is nowhere."""
-    tensor = torch.empty(nbytes, dtype=torch.uint8)
-    return tensor, native.Entry(engine, native.capture(tensor), native.StorageRef(tensor))
+def saved(engine, elements=100):
+    """A tensor and the entry of its storage, which leaves."""
+    tensor = computed(elements)
+    return tensor, HookScope(engine, "").pack(tensor).entry
 
 
 def computed(elements):
     """What an operator of a graph made: it leaves at once."""
     return torch.ones(elements, requires_grad=True).exp()
-
-
-def new_sender(pool=None, lane=None):
-    """What puts storages into a pool's blocks. A send begins when somebody waits for it."""
-    pool = pool or memswap.HostPool(device=CPU, budget="4MiB", slab="1MiB")
-    return native.BlockSender(lane or native.WorkerLane(workers=0), pool.native)
 
 
 # --- the lock ---
@@ -126,47 +121,40 @@ class Around(native.LaneAround):
 
 
 @pytest.mark.parametrize("of_python", [False, True], ids=["native", "python"])
-def test_a_storage_goes_into_a_block_and_comes_back(of_python):
-    pool = memswap.HostPool(device=CPU, budget="1MiB", slab="1MiB")
-    lane = Around()
-    sender = new_sender(pool, lane if of_python else lane.lane)
-    tensor = torch.arange(1000)
-    block, departure = sender.send(native.StorageRef(tensor))
-    departure.wait()
+def test_a_storage_goes_into_a_block_and_comes_back(of_python, monkeypatch):
+    if of_python:
+        monkeypatch.setattr(transfers, "open_lane", lambda device: Around())
+    engine = new_engine()
+    tensor = computed(1000)
+    handle = HookScope(engine, "").pack(tensor)
+    block = handle.entry.away
     assert isinstance(block, native.BlockForm)
-    assert (block.device_nbytes, block.pool_nbytes) == (0, 8000)
-    storage, arrival = block.bring()
-    arrival.wait()
-    again = native.capture(tensor).rebuild(storage, False)
-    assert torch.equal(again, tensor)
-    assert sender.send(native.StorageRef(torch.empty(1 << 21, dtype=torch.uint8))) is None
-    assert "budget" in sender.why_refused()
-    for wrong in (tensor, None):
-        with pytest.raises(TypeError):
-            sender.send(wrong)
-    with pytest.raises(TypeError):
-        native.BlockSender(None, pool.native)
+    assert (block.device_nbytes, block.pool_nbytes) == (0, 4000)
+    assert torch.equal(unpack(handle), tensor)
 
 
-def test_a_send_that_raises_takes_no_memory_and_leaves_the_entry_as_it_was():
+def test_what_is_sent_is_a_storage_and_what_has_no_room_says_so():
+    engine = new_engine()
+    sent_by = engine.transfers(CPU).native
+    key = ("unit", 0, 100, torch.uint8)
+    for wrong in (torch.ones(3), None):
+        with pytest.raises(TypeError, match="incompatible function arguments"):
+            sent_by.send(native.Form.BLOCK, wrong, key)
+    with pytest.raises(TypeError, match="incompatible function arguments"):
+        sent_by.send(native.Form.BLOCK, native.StorageRef(torch.ones(3)), key[:3])
+    refused = sent_by.send(native.Form.BLOCK, native.StorageRef(torch.empty(1 << 21)), key)
+    assert refused.reason == "pool" and "budget" in refused.why
+
+
+def test_a_send_that_raises_takes_no_memory_and_leaves_nothing_behind(monkeypatch):
+    monkeypatch.setattr(transfers, "open_lane", lambda device: Around(KeyError))
     pool = memswap.HostPool(device=CPU, budget="1MiB", slab="1MiB")
     engine = new_engine(pool)
-    lane = Around(KeyError)
-    sender = new_sender(pool, lane)
-    tensor, entry = saved(engine)
     for _ in range(3):
         with pytest.raises(KeyError, match="no such stream"):
-            entry.swap(sender, native.StorageRef(tensor))
-    assert entry.state is native.State.RESIDENT and entry.away is None
+            HookScope(engine, "").pack(computed(100))
     assert pool.statistics().in_use_bytes == 0
-    with pytest.raises(TypeError, match="incompatible function arguments"):
-        entry.swap(object(), native.StorageRef(tensor))
-
-
-@pytest.mark.parametrize("given", [(object(),) * 3, ()])
-def test_what_is_no_engine_object_is_refused(given):
-    with pytest.raises(TypeError, match="incompatible constructor arguments"):
-        native.Entry(*given)
+    assert engine.ledger.known_storages == 0
 
 
 def test_references_to_one_entry_are_equal_and_keep_nothing_alive():
@@ -179,13 +167,13 @@ def test_references_to_one_entry_are_equal_and_keep_nothing_alive():
 
 
 def test_an_entry_keeps_what_it_counts_in():
-    engine = native.Engine(0)
+    engine = new_engine()
     _, entry = saved(engine)
     ledger = engine.ledger
     del engine
     assert entry.engine.ledger is ledger
     del entry
-    assert (ledger.known_storages, ledger.resident_bytes) == (0, 0)
+    assert (ledger.known_storages, ledger.counters.resident_bytes) == (0, 0)
 
 
 # --- scopes and handles ---
@@ -264,7 +252,8 @@ def test_a_engine_in_a_circle_is_collected():
     ledger = engine.ledger
     del engine, scope, handle
     gc.collect()
-    assert (ledger.known_storages, ledger.resident_bytes, ledger.away_bytes) == (0, 0, 0)
+    counters = ledger.counters
+    assert (ledger.known_storages, counters.resident_bytes, counters.away_bytes) == (0, 0, 0)
 
 
 def test_threads_that_save_and_demand_through_one_engine():

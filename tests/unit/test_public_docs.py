@@ -51,7 +51,7 @@ def test_each_reason_to_stay_is_explained() -> None:
     code = "\n".join(path.read_text("utf-8") for path in (*sources, *native))
     said = re.findall(r'(?:keep|stay)\([^()"]*"([a-z ]+)"', code)
     said += re.findall(r'\breturn "([a-z ]+)";', code)
-    said += re.findall(r'\bis_traced\(\) \? "([a-z ]+)"', code)
+    said += re.findall(r'\b(?:is_traced\(\)|persists) \? "([a-z ]+)"', code)
     said += re.findall(r'\bk[A-Z][A-Za-z]+ = "([a-z ]+)"', code)
     said += re.findall(r'\breason = "([a-z ]+)"', code)
     forms = "\n".join(

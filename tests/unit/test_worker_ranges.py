@@ -69,13 +69,13 @@ def test_a_transfer_comes_after_the_tickets_it_is_given(workers: int) -> None:
     for attempt in range(20):
         source = bytes_tensor(LONG, seed=attempt)
         rooms = [torch.zeros(LONG, dtype=torch.uint8) for _ in range(3)]
-        ticket, storage = None, native.StorageRef(source)
+        tickets, storage = [], native.StorageRef(source)
         for i, room in enumerate(rooms):
             block = pool.allocate(LONG)
-            departure = lanes[i % 2].send(storage, block, after=ticket)
+            departure = lanes[i % 2].send(storage, block, after=tickets)
             storage = native.StorageRef(room)
-            ticket = lanes[(i + 1) % 2].fetch_into(block, storage, 0, after=[departure, None])
-        ticket.wait()
+            tickets = [lanes[(i + 1) % 2].fetch_into(block, storage, 0, after=[departure])]
+        tickets[0].wait()
         assert torch.equal(rooms[-1], source), "a transfer ran ahead of the one it comes after"
 
 
@@ -89,7 +89,7 @@ def test_a_fetch_into_a_range_comes_after_the_send_of_it_that_is_named(workers: 
         there, back = pool.allocate(LONG), pool.allocate(LONG)
         back.write(other)
         departure = lane.send(native.StorageRef(storage), there)
-        lane.fetch_into(back, native.StorageRef(storage), 0, after=departure).wait()
+        lane.fetch_into(back, native.StorageRef(storage), 0, after=[departure]).wait()
         departure.wait()
         assert torch.equal(bytes_of(there), before), "overwritten before it had left"
         assert torch.equal(storage, other)
@@ -105,7 +105,7 @@ def test_a_fetch_may_come_after_another_lanes_fetch_of_the_same_block() -> None:
     _, second = lane.fetch(block)
     second.wait()
     assert not first.done()
-    _, third = lane.fetch(block, after=first)
+    _, third = lane.fetch(block, after=[first])
     third.wait()
     assert first.done(), "the fetch did not wait for the ticket it comes after"
 
@@ -131,7 +131,7 @@ def test_a_transfer_after_work_that_failed_fails_and_says_so(workers: int, tmp_p
     storage = native.StorageRef(bytes_tensor(100))
     block, other = pool.allocate(100), pool.allocate(100)
     other.write(torch.zeros(100, dtype=torch.uint8))
-    departure = lane.send(storage, block, after=failed)
+    departure = lane.send(storage, block, after=[failed])
     with pytest.raises(native.TransferError, match=r"work that comes first had failed: .*expected"):
         departure.wait()
     assert departure.failed() and departure.storage().key == storage.key, "the storage is lost"
@@ -150,8 +150,8 @@ def test_tickets_that_are_given_are_let_go_of_when_the_transfer_has_ended(tmp_pa
     lane = native.WorkerLane(workers=0)
     storage = native.StorageRef(bytes_tensor(100))
     weak = native.WeakStorage(storage)
-    first = lane.send(storage, pool.allocate(100), after=broken_fetch(lane, tmp_path))
-    second = lane.send(native.StorageRef(bytes_tensor(100)), pool.allocate(100), after=first)
+    first = lane.send(storage, pool.allocate(100), after=[broken_fetch(lane, tmp_path)])
+    second = lane.send(native.StorageRef(bytes_tensor(100)), pool.allocate(100), after=[first])
     with pytest.raises(native.TransferError):
         second.wait()
     lane.settle()
@@ -221,6 +221,8 @@ def test_wrong_arguments_of_a_fetch_into_are_named() -> None:
         lane.fetch_into(block, native.StorageRef(torch.empty(10, device="meta")), 0)
     with pytest.raises(TypeError, match=r"send\(\): incompatible function arguments"):
         lane.send(storage, block, after="yesterday")
+    with pytest.raises(ValueError, match="found None"):
+        lane.fetch(block, after=[None])
 
 
 def test_nothing_to_gather_is_named() -> None:

@@ -34,7 +34,7 @@ from memswap._native import native
 from memswap.checkpoints.policy import CheckpointPolicy, Decide, is_collective
 from memswap.engine.action import Action
 from memswap.engine.autograd import plain_parts
-from memswap.engine.handle import Handle, inplace_edit
+from memswap.engine.handle import Handle
 from memswap.engine.hook_scope import HookScope
 from memswap.errors import InplaceEditError, RecomputeError
 
@@ -317,7 +317,7 @@ class _Held:
         tensor = self._tensor
         if self.edited:
             described = f"{tensor.type()} {list(tensor.shape)} on {tensor.device}"
-            raise inplace_edit(described, self._found(), self._version)
+            native.raise_inplace_edit(described, self._found(), self._version)
         if self._handle is not None:
             self._handle.unpack()  # the timeline moves on
         # A new one each time: autograd will mark it as the operator's output.

@@ -31,6 +31,10 @@ class Action(enum.Enum):
 KEEP, ENCODE, SWAP, ENCODE_SWAP = Action.KEEP, Action.ENCODE, Action.SWAP, Action.ENCODE_SWAP
 RECOMPUTE = Action.RECOMPUTE
 
+#: Native code knows an action by its number (csrc/engine/action.h), which is its place here.
+ACTIONS = tuple(Action)
+NUMBERS = {action: number for number, action in enumerate(ACTIONS)}
+
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:

@@ -14,22 +14,9 @@ if TYPE_CHECKING:
     import torch
 
 Expectations = native.Expectations
-FrameSizes = native.FrameSizes
 
-_LIMITS = native.ExpectationLimits()
-
-#: A frame longer than this share of the raw bytes is not worth its time.
-WORTH: float = _LIMITS.worth
-
-#: Encodes of one tensor between two looks at whether it shrinks by now, or in another layout.
-RETRY_AFTER: int = _LIMITS.retry_after
-
-#: Of the bytes that one iteration encodes, those whose layout is a mere trial.
-TRIAL_SHARE: float = _LIMITS.trial_share
-
-#: Capacity beyond what was needed last time: a factor, and for small frames units of 8 bytes.
-MARGIN: float = _LIMITS.margin
-MARGIN_UNITS: int = _LIMITS.margin_units
+#: Each is told of in csrc/engine/expectations.h (ExpectationLimits).
+WORTH, RETRY_AFTER, TRIAL_SHARE, MARGIN, MARGIN_UNITS = native.EXPECTATION_LIMITS
 
 
 class Key(NamedTuple):
@@ -42,17 +29,6 @@ class Key(NamedTuple):
     dtype: torch.dtype
 
 
-def limits() -> native.ExpectationLimits:
-    """The numbers above, for expectations that are made now."""
-    made = native.ExpectationLimits()
-    made.worth = WORTH
-    made.retry_after = RETRY_AFTER
-    made.trial_share = TRIAL_SHARE
-    made.margin = MARGIN
-    made.margin_units = MARGIN_UNITS
-    return made
-
-
 def open_expectations(device: torch.device) -> Expectations:
     """What is expected of the tensors of a device that one engine encodes: nothing yet."""
-    return Expectations.of_device(device, limits())
+    return Expectations(device, (WORTH, RETRY_AFTER, TRIAL_SHARE, MARGIN, MARGIN_UNITS))

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from memswap._native import native
-from memswap.errors import InplaceEditError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -73,7 +72,7 @@ class Parts:
 
     def unpack(self) -> torch.Tensor:
         if self.guard.edited:
-            raise inplace_edit(
+            native.raise_inplace_edit(
                 f"{self.kind.__name__} {list(self.outer_size)}",
                 self.guard.current_version,
                 self.guard.version,
@@ -90,13 +89,3 @@ Handle = native.Handle | Later | Passed | Parts
 
 #: The unpack hook of every engine: (handle) -> tensor.
 unpack: Callable[[Handle], torch.Tensor] = native.unpack
-
-
-def inplace_edit(described: str, found: int, expected: int) -> InplaceEditError:
-    """What autograd says when a saved tensor was edited; hooks would have silenced it."""
-    return InplaceEditError(
-        "one of the variables needed for gradient computation has been modified by an inplace "
-        f"operation: [{described}] is at version {found}; expected version {expected} instead. "
-        "Hint: edit a copy, or edit before the operator that saves the tensor; "
-        "torch.autograd.set_detect_anomaly(True) finds that operator."
-    )

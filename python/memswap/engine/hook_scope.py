@@ -214,7 +214,7 @@ class HookScope(native.HookScope):
             return Parts(tensor, parts, context)
         with self.engine.lock:
             ledger = self.engine.ledger
-            ledger.offered_tensors += 1
+            ledger.offer(0)
             ledger.keep("not a plain tensor", 0)
         return self.or_outer(tensor, native.kept_handle(tensor))
 

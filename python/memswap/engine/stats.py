@@ -85,11 +85,7 @@ def snapshot(ledger: Ledger, recipes: Recipes | None = None) -> Stats:
             "recipe_bytes": recipes.nbytes,
             "recipe_runs": recipes.runs,
         }
-    others = of_recipes.keys() | {"kept"}
-    numbers = {
-        one.name: getattr(ledger, one.name) for one in fields(Stats) if one.name not in others
-    }
-    return Stats(kept=MappingProxyType(kept), **numbers, **of_recipes)
+    return Stats(kept=MappingProxyType(kept), **vars(ledger.counters), **of_recipes)
 
 
 def added(snapshots: Iterable[Stats]) -> Stats:
@@ -111,7 +107,7 @@ def added(snapshots: Iterable[Stats]) -> Stats:
     return Stats(kept=MappingProxyType(dict(sorted(kept.items()))), **numbers)
 
 
-def describe(counted: Ledger | Stats) -> str:
+def describe(counted: Stats) -> str:
     """The same in one line."""
     moved, resident, away = counted.moved_bytes, counted.resident_bytes, counted.away_bytes
     return (

@@ -29,14 +29,6 @@ if TYPE_CHECKING:
 
 Pool: TypeAlias = HostPool | DiskPool
 
-#: What a storage is sent as (csrc/engine/transfers.h).
-FORMS = {
-    Action.SWAP: native.Form.BLOCK,
-    Action.ENCODE: native.Form.FRAME,
-    Action.ENCODE_SWAP: native.Form.POOLED_FRAME,
-}
-
-
 #: Forwards before which pools give back what nothing uses. The first ones encode what will have a
 #: recipe, or stay under a plan, and a CPU's pages that were written once would be the process' for
 #: good: for a few layers that is as much as everything saved.
@@ -174,26 +166,19 @@ class Transfers:
             captures=torch.cuda.is_current_stream_capturing if self.captures else None,
         )
 
-    @property
-    def swap(self) -> native.BlockSender:
-        """Sends storages for Action.SWAP."""
-        return self.native.blocks
-
-    def encoding(self, action: Action) -> native.FrameSender | None:
-        """Sends storages for ENCODE or ENCODE_SWAP; None where no codec serves the device."""
-        return self.native.frames(FORMS[action])
-
-    def open_blocks(self) -> native.BlockSender:
+    def open_blocks(self) -> tuple[Lane, native.Pool]:
         """What sends storages as raw bytes: asked for when the first one leaves."""
-        return native.BlockSender(self.lane, self.pool.native)
+        return self.lane, self.pool.native
 
-    def open_frames(self, form: native.Form) -> native.FrameSender | None:
+    def open_frames(
+        self, form: native.Form
+    ) -> tuple[CodecLane, Lane | None, native.Pool | None] | None:
         """The same for frames, of each form; None where no codec serves the device."""
         if native.codec_name(self.device) is None:
             return None
         if form is native.Form.FRAME:
-            return native.FrameSender(self.codec_lane, self.works_ahead)
-        return native.FrameSender(self.codec_lane, self.works_ahead, self.lane, self.pool.native)
+            return self.codec_lane, None, None
+        return self.codec_lane, self.lane, self.pool.native
 
     @property
     def pool(self) -> Pool:

@@ -309,7 +309,7 @@ class BudgetDirector:
         """Wait for what leaves, oldest first, until so many bytes more are within the budget."""
         iteration, ledger = one.iteration, self._engine.ledger
         while (
-            ledger.resident_bytes + nbytes > iteration.limit_bytes
+            ledger.counters.resident_bytes + nbytes > iteration.limit_bytes
             and one.waited_for < iteration.count
         ):
             self._engine.make_room(iteration, one.waited_for)

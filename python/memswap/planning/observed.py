@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from memswap._native import native
 from memswap.engine.action import Action
-from memswap.engine.expectations import FrameSizes, Key
+from memswap.engine.expectations import Key
 from memswap.planning.sharing import taken_s
 from memswap.planning.step import Recipe, Region, SavedStorage, Step
 
@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     from memswap.planning.rates import Rates
 
 
-UNSEEN = FrameSizes(0, 0, 0)
+#: Bytes of a frame that nobody has seen: used, held and of its overflow.
+UNSEEN = (0, 0, 0)
 
 
 def keys_of(record: IterationRecord) -> tuple[Key, ...]:
@@ -60,7 +61,7 @@ def step_of(
         record.others,
     )
     for key, action, held_until, last_demand, kept_until, others in zip(*columns, strict=True):
-        frame = expectations.sizes(key) or UNSEEN
+        used, held, overflow = expectations.sizes(key) or UNSEEN
         actions = allowed(action, device, fixed, on_disk)
         seen = None if recipes is None or not actions else recipes.of(len(storages))
         recipe = None
@@ -74,9 +75,9 @@ def step_of(
                 nbytes=key.nbytes,
                 dtype=str(key.dtype),
                 actions=actions,
-                frame_nbytes=frame.used,
-                held_frame_nbytes=frame.held,
-                overflow_nbytes=frame.overflow,
+                frame_nbytes=used,
+                held_frame_nbytes=held,
+                overflow_nbytes=overflow,
                 held_until=held_until,
                 last_demand=last_demand,
                 kept_until=kept_until,
@@ -122,13 +123,8 @@ def reframed(step: Step, keys: tuple[Key, ...], expectations: Expectations) -> S
     return replace(
         step,
         storages=tuple(
-            replace(
-                saved,
-                frame_nbytes=frame.used,
-                held_frame_nbytes=frame.held,
-                overflow_nbytes=frame.overflow,
-            )
-            for saved, frame in pairs
+            replace(saved, frame_nbytes=used, held_frame_nbytes=held, overflow_nbytes=overflow)
+            for saved, (used, held, overflow) in pairs
         ),
     )
 

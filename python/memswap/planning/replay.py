@@ -12,7 +12,7 @@ from math import floor, inf
 from typing import TYPE_CHECKING
 
 from memswap._native import native
-from memswap.engine.action import Action
+from memswap.engine.action import NUMBERS, Action
 from memswap.planning.rates import Rates
 
 if TYPE_CHECKING:
@@ -22,10 +22,8 @@ if TYPE_CHECKING:
 MOVES = (Action.SWAP, Action.ENCODE_SWAP)
 CODED = (Action.ENCODE, Action.ENCODE_SWAP)
 
-#: Action -> the byte that stands for it in a column, and back.
-CODES = {action: code for code, action in enumerate(Action)}
-ACTIONS = tuple(Action)
-KEPT = CODES[Action.KEEP]
+#: The byte that stands for what is kept in a column of actions.
+KEPT = NUMBERS[Action.KEEP]
 
 
 def replay(
@@ -51,7 +49,7 @@ def encoded(actions: Mapping[int, Action], count: int) -> bytes:
     """Actions by index as a column of `count` bytes."""
     column = bytearray(count)
     for index, action in actions.items():
-        column[index] = CODES[action]
+        column[index] = NUMBERS[action]
     return bytes(column)
 
 
@@ -63,14 +61,16 @@ def whole(budget_bytes: float) -> int | None:
 def columns_of(step: Step) -> StepRecord:
     """A step as the native replay reads it."""
     storages = step.storages
-    return native.StepRecord(
+    record = native.StepRecord(
         nbytes=[one.nbytes for one in storages],
         held_frame_nbytes=[one.held_frame_nbytes for one in storages],
         overflow_nbytes=[one.overflow_nbytes for one in storages],
-        held_until=[one.held_until for one in storages],
-        last_demand=[one.last_demand for one in storages],
-        gone_after=[one.gone_after for one in storages],
-        recipe_s=[None if one.recipe is None else one.recipe.seconds for one in storages],
+        held_until=[_mark(one.held_until) for one in storages],
+        last_demand=[_mark(one.last_demand) for one in storages],
+        gone_after=[_mark(one.gone_after) for one in storages],
+        recipe_s=[
+            native.NO_RECIPE if one.recipe is None else one.recipe.seconds for one in storages
+        ],
         inner_nbytes=[one.inner_nbytes for one in storages],
         recipe_sources=[() if one.recipe is None else one.recipe.sources for one in storages],
         order=step.order,
@@ -78,6 +78,12 @@ def columns_of(step: Step) -> StepRecord:
         windows_s=step.windows_s,
         extra_nbytes=step.extra_nbytes,
     )
+    record.check()
+    return record
+
+
+def _mark(mark: int | None) -> int:
+    return native.NEVER if mark is None else mark
 
 
 def machine(rates: Rates) -> MachineRates:
@@ -97,20 +103,21 @@ class Span:
     end_s: float
 
 
-#: Native work -> its lane, and what it is called of a unit's storage.
-LANES = {
-    "forward": ("compute", "forward {unit}"),
-    "backward": ("compute", "backward {unit}"),
-    "wait for room": ("waits", "wait for room ({unit})"),
-    "write": ("waits", "write ({unit})"),
-    "wait for bytes": ("waits", "wait for bytes ({unit})"),
-    "copying takes processors": ("waits", "copying takes processors from {unit}"),
-    "encode": ("codec", "encode {unit}"),
-    "decode": ("codec", "decode {unit}"),
-    "recompute": ("recomputing", "{recipe} ({unit} #{index})"),
-    "copy away": ("copies away", "{unit} #{index}"),
-    "copy back": ("copies back", "{unit} #{index}"),
-}
+#: The lane of each kind of work, and what it is called of a unit's storage; in the order of `Work`
+#: (csrc/engine/replay.h).
+LANES = (
+    ("compute", "forward {unit}"),
+    ("compute", "backward {unit}"),
+    ("waits", "wait for room ({unit})"),
+    ("waits", "write ({unit})"),
+    ("waits", "wait for bytes ({unit})"),
+    ("waits", "copying takes processors from {unit}"),
+    ("codec", "encode {unit}"),
+    ("codec", "decode {unit}"),
+    ("recomputing", "{recipe} ({unit} #{index})"),
+    ("copies away", "{unit} #{index}"),
+    ("copies back", "{unit} #{index}"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +142,7 @@ def timetable(
     )
 
 
-def _spans(step: Step, work: Iterable[tuple[str, int, float, float]]) -> Iterable[Span]:
+def _spans(step: Step, work: Iterable[tuple[int, int, float, float]]) -> Iterable[Span]:
     for what, index, begin_s, end_s in work:
         lane, name = LANES[what]
         saved = step.storages[index]

@@ -22,16 +22,8 @@ from math import inf, prod
 from typing import TYPE_CHECKING
 
 from memswap._native import native
-from memswap.engine.action import Action
-from memswap.planning.replay import (
-    ACTIONS,
-    KEPT,
-    MOVES,
-    columns_of,
-    encoded,
-    machine,
-    whole,
-)
+from memswap.engine.action import ACTIONS, Action
+from memswap.planning.replay import KEPT, MOVES, columns_of, encoded, machine, whole
 
 if TYPE_CHECKING:
     from memswap._C import Replay

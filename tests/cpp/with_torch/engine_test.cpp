@@ -7,6 +7,7 @@
 #include <cstddef>
 #include <cstring>
 #include <memory>
+#include <optional>
 #include <string>
 #include <thread>
 #include <utility>
@@ -43,21 +44,16 @@ class Engines : public ::testing::Test {
   Engines() {
     engine->policy.action = Action::kSwap;
     engine->policy.min_bytes = 1;
+    scope->unit = "unit";
+    scope->covered = true;
     engine->ledger.warn = [this](const std::string& message) { told.push_back(message); };
   }
 
-  Handle save(const at::Tensor& tensor, bool planned = false) {
+  Handle save(const at::Tensor& tensor) {
     const Locked locked(engine->lock);
     SavedView look = *SavedView::capture(tensor);
-    Saved saved = engine->save({.tensor = tensor,
-                                .look = look,
-                                .unit = "unit",
-                                .group = Iteration::kNoGroup,
-                                .covered = true,
-                                .action = own_action,
-                                .number = ++number,
-                                .ordinal = ordinal,
-                                .planned = planned});
+    ++scope->packs;
+    Saved saved = scope->save(tensor, look);
     if (saved.as == Saved::As::kMoved) {
       ++static_cast<Entry&>(*saved.known).handles;
       return {saved, look, {}};
@@ -82,8 +78,7 @@ class Engines : public ::testing::Test {
   EnginePtr engine = std::make_shared<Engine>(/*window_bytes=*/0);
   testing::Host& host = testing::host_of(*engine, testing::transfers_by(sender));
   std::vector<std::string> told;
-  std::optional<Action> own_action;
-  int64_t number = 0, ordinal = -1;
+  std::optional<HookScope> scope{engine};
 };
 
 TEST_F(Engines, WhatIsSavedLeavesAndComesBack) {
@@ -145,12 +140,22 @@ TEST_F(Engines, AFunctionOfTheUsersIsAskedUnlessWhoSavesHasAnAction) {
   host.says = std::nullopt;
   EXPECT_EQ(save(filled(1)).saved.as, Saved::As::kMoved) << "as suits the device";
   EXPECT_EQ(host.asked, 2);
-  own_action = Action::kSwap;
+  scope->action = Action::kSwap;
   host.says = Action::kKeep;
   EXPECT_EQ(save(filled(1)).saved.as, Saved::As::kMoved);
-  own_action = Action::kKeep;
+  scope->action = Action::kKeep;
   EXPECT_EQ(save(filled(1)).saved.as, Saved::As::kKept);
   EXPECT_EQ(host.asked, 2);
+}
+
+TEST_F(Engines, ParametersAndBuffersAreKnownByTheirStorages) {
+  const at::Tensor plain = filled(1), buffer = filled(2);
+  const at::Tensor leaf = at::empty({8}, at::kFloat).requires_grad_();
+  engine->set_persistent({buffer});
+  EXPECT_FALSE(scope->persists(*SavedView::capture(plain)));
+  EXPECT_TRUE(scope->persists(*SavedView::capture(buffer.slice(0, 5, 10))));
+  EXPECT_TRUE(scope->persists(*SavedView::capture(leaf)));
+  EXPECT_EQ(why_fixed(*SavedView::capture(plain)), nullptr);
 }
 
 TEST_F(Engines, ATableIsFollowedWithoutAskingAnybody) {
@@ -200,9 +205,12 @@ TEST_F(Engines, WithoutARecipeARecomputedStorageLeavesAsSuitsTheDevice) {
   const EnginePtr other = std::make_shared<Engine>(/*window_bytes=*/0);
   testing::host_of(*other, host.transfers);
   other->policy.min_bytes = 1;
-  engine = other;
-  EXPECT_EQ(save(filled(1)).saved.as, Saved::As::kMoved);
-  EXPECT_NE(engine->recipes, nullptr);
+  HookScope of_other(other);
+  of_other.covered = true;
+  const at::Tensor tensor = filled(1);
+  const Locked locked(other->lock);
+  EXPECT_EQ(of_other.save(tensor, *SavedView::capture(tensor)).as, Saved::As::kMoved);
+  EXPECT_NE(other->recipes, nullptr);
 }
 
 TEST_F(Engines, WhoDirectsSaysWhatBecomesOfEachStorage) {
@@ -236,7 +244,7 @@ TEST_F(Engines, ThePlanOfAnIterationIsFollowedForAsLongAsItFits) {
   engine->iteration->follows_alone = true;
   std::vector<Handle> handles;
   for (uint8_t value = 1; value <= 3; ++value) {
-    handles.push_back(save(filled(value), /*planned=*/true));
+    handles.push_back(save(filled(value)));
   }
   EXPECT_EQ(handles[0].saved.as, Saved::As::kMoved);
   EXPECT_EQ(handles[1].saved.as, Saved::As::kKept);
@@ -248,7 +256,7 @@ TEST_F(Engines, ThePlanOfAnIterationIsFollowedForAsLongAsItFits) {
   EXPECT_TRUE(demands(handles[0], 1));
   EXPECT_EQ(engine->iteration->peak_bytes, 3 * kBytes);
   EXPECT_EQ(host.asked, 0);
-  save(filled(4), /*planned=*/true);
+  save(filled(4));
   EXPECT_EQ(host.asked, 1) << "the plan does not know it";
 }
 
@@ -256,6 +264,7 @@ TEST_F(Engines, AnEntryOutlivesTheEngineOfWhoeverMadeIt) {
   const Handle handle = save(filled(9));
   const std::weak_ptr<Engine> alive = engine;
   const EntryPtr entry = handle.entry();
+  scope.reset();
   engine.reset();
   ASSERT_FALSE(alive.expired()) << "an entry counts in its engine";
   engine = alive.lock();

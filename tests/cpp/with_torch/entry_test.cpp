@@ -322,7 +322,7 @@ TEST_F(Entries, AnEditAfterTheSaveIsNoticedWhereverTheBytesAre) {
     } catch (const EditedInPlace& edit) {
       EXPECT_EQ(edit.version, 1u);
       EXPECT_EQ(edit.expected_version, 0u);
-      EXPECT_NE(edit.tensor.find("[100] on cpu"), std::string::npos) << edit.tensor;
+      EXPECT_NE(std::string(edit.what()).find("[100] on cpu"), std::string::npos) << edit.what();
     }
   }
 }

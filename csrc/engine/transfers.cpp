@@ -1,0 +1,72 @@
+#include "transfers.h"
+
+#include "work/without_gil.h"
+
+namespace memswap {
+
+namespace {
+
+std::optional<FrameReport> reported(FrameWatch& watch) {
+  const WithoutGil without_gil;
+  return watch.report();
+}
+
+}  // namespace
+
+std::variant<Leaving, Refused> Transfers::send(Form form, const StorageRefPtr& storage,
+                                               const TensorKey& key) {
+  if (form == Form::kBlock) {
+    if (std::optional<Leaving> leaving = blocks()->send(storage)) {
+      return std::move(*leaving);
+    }
+    return Refused{BlockForm::kShortOf, blocks()->why_refused()};
+  }
+  const std::shared_ptr<FrameSender>& sender = frames(form);
+  if (!sender) {
+    return Refused{"no codec", {}};
+  }
+  Expectation expectation = expectations->of(key);
+  if (!expectation.pays) {
+    return Refused{"does not shrink", {}};
+  }
+  if (std::optional<Leaving> leaving = encode(form, storage, std::move(expectation))) {
+    return std::move(*leaving);
+  }
+  return Refused{FrameForm::kShortOf, sender->why_refused()};
+}
+
+std::optional<Leaving> Transfers::encode(Form form, const StorageRefPtr& storage,
+                                         Expectation expectation, std::weak_ptr<Entry> entry) {
+  FrameSender& sender = *frames(form);
+  std::optional<Leaving> leaving = sender.send(storage, expectation.options);
+  if (!leaving && expectation.trial) {
+    expectation = expectations->settled(expectation);
+    leaving = sender.send(storage, expectation.options);
+  }
+  if (leaving) {
+    std::shared_ptr<FrameWatch> watch = static_cast<const FrameForm&>(*leaving->away).watch();
+    // Where nothing works ahead an encode has ended, unless it failed.
+    if (sender.works_ahead() || reported(*watch)) {
+      awaited_.push_back({std::move(expectation), std::move(watch), std::move(entry)});
+    }
+  }
+  return leaving;
+}
+
+std::optional<Transfers::Encoded> Transfers::take_report() {
+  if (awaited_.empty()) {
+    return std::nullopt;
+  }
+  const std::shared_ptr<FrameWatch> watch = awaited_.front().watch;
+  const std::optional<FrameReport> report = reported(*watch);
+  if (!report) {
+    return std::nullopt;
+  }
+  const Awaited made = std::move(awaited_.front());
+  awaited_.pop_front();
+  expectations->learn(made.expectation, *report);
+  return Encoded{made.expectation.key.nbytes, static_cast<int64_t>(report->frame_nbytes()),
+                 made.entry};
+}
+
+}  // namespace memswap
