@@ -262,6 +262,14 @@ def same_bits(found: list[torch.Tensor], expected: list[torch.Tensor]) -> bool:
     )
 
 
+def planned(run: Run) -> dict[str, int]:
+    """Under a budget, bytes of saved activations at their peak: planned, and if nothing moved."""
+    plan = None if run.manager is None else run.manager.plan
+    if plan is None:
+        return {}
+    return {"planned_saved_bytes": plan.peak_bytes, "plain_saved_bytes": plan.kept_peak_bytes}
+
+
 def measured(name: str, arguments: Any, device: torch.device) -> dict[str, Any]:
     """A row: one way, timed in turns with plain training."""
     set_up, comparable = WAYS[name]
@@ -291,6 +299,7 @@ def measured(name: str, arguments: Any, device: torch.device) -> dict[str, Any]:
             "step_s": None if arguments.simulate else median(way_s),
             "plain_step_s": None if arguments.simulate else median(plain_s),
             "same_bits": equal if comparable else None,
+            **planned(run),
         }
 
 
@@ -372,6 +381,13 @@ def main() -> None:
             [shown(one, plain_row, arguments.simulate) for one in found],
         )
     )
+    for row in found:
+        if "planned_saved_bytes" in row:
+            ours, plain_bytes = row["planned_saved_bytes"], row["plain_saved_bytes"]
+            print(
+                f"{row['way']}: of {plain_bytes / 2**20:.1f} MiB of saved activations "
+                f"{ours / 2**20:.1f} MiB are planned"
+            )
     sizes = {name: getattr(arguments, name) for name in SIZES}
     result = {"simulated": arguments.simulate, "sizes": sizes, "ways": found}
     write_result(arguments.json, device, result)
