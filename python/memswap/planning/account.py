@@ -17,7 +17,14 @@ from memswap._native import native
 from memswap.engine.autograd import plain_parts
 from memswap.engine.units import format_bytes
 from memswap.errors import BudgetError
-from memswap.planning.device import GRANULARITY_BYTES, DevicePlan, DeviceTerms, StateTerms
+from memswap.planning.device import (
+    GRANULARITY_BYTES,
+    SPARE_SHARE,
+    SPARE_SHARE_OF_CPU,
+    DevicePlan,
+    DeviceTerms,
+    StateTerms,
+)
 
 if TYPE_CHECKING:
     from memswap._C import Iteration, WorkspaceRecord
@@ -72,7 +79,8 @@ class DeviceAccount:
     ) -> None:
         self.nbytes = nbytes
         self._gauge = native.MemoryGauge(device)
-        self._granularity = 1 if device.type == "cpu" else GRANULARITY_BYTES
+        self._on_cpu = device.type == "cpu"
+        self._granularity = 1 if self._on_cpu else GRANULARITY_BYTES
         self._parameters = parameters
         self._keeps_gradients = keeps_gradients
         self._state = state
@@ -265,4 +273,5 @@ class DeviceAccount:
                 most_bytes=self._stays if others else None,
                 coded=self._state.coded,
             )
-        return DeviceTerms(self.nbytes, self.weights_bytes, self.gradients_bytes, state)
+        spare = SPARE_SHARE_OF_CPU if self._on_cpu else SPARE_SHARE
+        return DeviceTerms(self.nbytes, self.weights_bytes, self.gradients_bytes, state, spare)

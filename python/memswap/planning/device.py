@@ -38,8 +38,9 @@ if TYPE_CHECKING:
 #: Allocators of accelerators round up to this.
 GRANULARITY_BYTES = 512
 
-#: What a plan leaves free: what is there when a forward begins may change by so much unnoticed.
-SPARE_SHARE = 1 / 400
+#: What a plan leaves free: what is there when a forward begins may change by so much unnoticed. A
+#: CPU's pages are the system's, and frames take up to a hundredth more of them than is known.
+SPARE_SHARE, SPARE_SHARE_OF_CPU = 1 / 400, 1 / 80
 
 #: Shares of the state that are compared, beside none and as much as fits.
 STATE_SHARES = 8
@@ -181,11 +182,13 @@ class DeviceTerms:
     """Of all gradients of the parameters, once they are there."""
     state: StateTerms | None
     """None: no optimizer was given, or it has made no step yet."""
+    spare_share: float = SPARE_SHARE
+    """What plans leave free of it."""
 
     @property
     def limit_bytes(self) -> int:
         """What plans stay below."""
-        return int(self.nbytes * (1 - SPARE_SHARE))
+        return int(self.nbytes * (1 - self.spare_share))
 
     def room(self, base_bytes: int, stays_bytes: int, flights: int) -> int:
         """What one of several forwards in flight may have of the device.
@@ -413,7 +416,7 @@ def smallest_of_device(terms: DeviceTerms, plan: DevicePlan, flights: int) -> tu
     if terms.state is not None:
         needed = max(needed, (terms.state.most_step_bytes, "the optimizer's step"))
     nbytes, where = needed
-    return int(nbytes / (1 - SPARE_SHARE)) + 1, where
+    return int(nbytes / (1 - terms.spare_share)) + 1, where
 
 
 def too_small_for_device(terms: DeviceTerms, smallest_bytes: int, where: str) -> BudgetError:
