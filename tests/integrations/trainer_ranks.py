@@ -2,8 +2,8 @@
 
     torchrun --nproc-per-node 2 trainer_ranks.py DDP|FSDP2 FOLDER
 
-Fails where a rank's gradients, weights or losses have other bits with memswap than without. Prints
-how many reports memswap's log had on this rank.
+Fails where a rank's gradients, weights or losses have other bits with memswap than without. Writes
+how many reports memswap's log had on this rank to FOLDER/<rank>/reports.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from tiny import Trained, assert_no_hooks, assert_same_bits, examples, llama, mo
 from memswap.integrations.transformers import MemswapCallback
 
 LAYERS = {"DDP": "4 LlamaDecoderLayer", "FSDP2": "4 FSDPLlamaDecoderLayer"}
+REPORTS = "reports"
 BUDGETED_STEPS = 12  # enough for a plan, and to follow it
 
 #: What a training is like, by the options of its arguments.
@@ -149,7 +150,7 @@ def main() -> None:
     compare(how, folder, "a budget", {"steps": BUDGETED_STEPS}, budget="60%")
     compare(how, folder, "the optimizer's state away", {}, optimizer="encode")
     compare_resumed(how, folder)
-    print(f"rank {os.environ['RANK']}: {reports.count} reports", flush=True)
+    (folder / REPORTS).write_text(str(reports.count))
     torch.distributed.destroy_process_group()
 
 
