@@ -183,8 +183,8 @@ class Engine : public std::enable_shared_from_this<Engine> {
   // Storages of parameters and buffers. A weak storage keeps its key from being used again.
   std::unordered_map<const void*, WeakStorage> persistent;
 
-  bool directed = false;             // somebody directs what leaves, under a budget, and
-  bool plans_sources = false;        // knows what recipes would have saved for themselves
+  bool directed = false;             // somebody directs what leaves, under a budget
+  bool plans_sources = false;        // and plans with what recipes would have saved for themselves
   std::shared_ptr<Recipes> recipes;  // nullptr: nothing is recomputed
   std::unique_ptr<EngineHost> host;  // nullptr: nothing may be saved that the ledger does not know
 

@@ -30,13 +30,13 @@ const char* Engine::send(const EntryPtr& entry, const StorageRefPtr& storage,
   // That the plan of its iteration has for a frame; nothing: as many as it takes.
   const std::optional<int64_t> most_bytes =
       entry->iteration ? entry->iteration->frame_nbytes(entry->index) : std::nullopt;
-  const char* reason = "no codec";
+  const char* reason = Transfers::kNoCodec;
   if (sender) {
     const Expectation expectation = by.expectations->of(order.key, most_bytes);
     if (!expectation.fault.empty()) {
       reason = distrusted(expectation, *entry);
     } else if (!expectation.pays) {
-      reason = "does not shrink";
+      reason = Transfers::kDoesNotShrink;
     } else if (defers(*sender)) {
       windows->defer(entry, storage, order, expectation);
       return nullptr;

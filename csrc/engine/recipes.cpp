@@ -168,11 +168,12 @@ std::shared_ptr<Step> Recipes::steps_of(const OperatorCallPtr& call, int deepest
       return nullptr;
     }
     step->inputs.emplace_back();
-    const bool saves = !claimed(input.tensor) && host_->can_save(input.tensor);
-    if (!claimed(input.tensor) && host_->standing(input.tensor) != RecipeHost::Standing::kUnknown) {
+    const bool anothers = claimed(input.tensor);
+    if (!anothers && host_->standing(input.tensor) != RecipeHost::Standing::kUnknown) {
       step->depth = std::max(step->depth, 1 + host_->depth(input.tensor));
       continue;
     }
+    const bool saves = !anothers && host_->can_save(input.tensor);
     const size_t which = step->inputs.size() - 1;
     const RecipeShape* const further = shape == nullptr ? nullptr : shape->inputs[which].get();
     const bool begins = deepest <= 1 || (shape != nullptr && further == nullptr);

@@ -23,11 +23,11 @@ std::variant<Leaving, Refused> Transfers::send(Form form, const StorageRefPtr& s
   }
   const std::shared_ptr<FrameSender>& sender = frames(form);
   if (!sender) {
-    return Refused{"no codec", {}};
+    return Refused{kNoCodec, {}};
   }
   Expectation expectation = expectations->of(key);
   if (!expectation.pays) {
-    return Refused{"does not shrink", {}};
+    return Refused{kDoesNotShrink, {}};
   }
   if (std::optional<Leaving> leaving = encode(form, storage, std::move(expectation))) {
     return std::move(*leaving);

@@ -104,8 +104,8 @@ class Span:
     end_s: float
 
 
-#: The lane of each kind of work, and what it is called of a unit's storage; in the order of `Work`
-#: (csrc/engine/replay.h).
+#: The lane of each kind of work, and what it is called of a unit's storage; in the order of
+#: `WorkKind` (csrc/engine/replay.h).
 LANES = (
     ("compute", "forward {unit}"),
     ("compute", "backward {unit}"),

@@ -101,8 +101,7 @@ class Search:
             key=lambda index: (-place.get(index, len(place)), index),
         )
         self._least_found: Candidate | None = None
-        #: Left for the smallest peak.
-        self._replays = max(LOCAL_MARKS // max(len(step.gaps_s), 1), 8)
+        self._most_replays = max(LOCAL_MARKS // max(len(step.gaps_s), 1), 8)
         self.exact = prod(len(self.menus[i]) + 1 for i in self.movable) <= exact_choices
 
     def _menu(self, storage: SavedStorage) -> tuple[Action, ...]:
@@ -283,7 +282,7 @@ class Search:
 
     def _changed(self, best: Candidate) -> Candidate:
         """Single changes, and exchanges of one storage for the next, for as long as they help."""
-        replays = max(LOCAL_MARKS // max(len(self.step.gaps_s), 1), 8)
+        replays = self._most_replays
         improved = True
         while improved and replays > 0:
             improved = False
@@ -302,17 +301,12 @@ class Search:
         moved = sorted(choice, key=lambda index: (-exposed.get(index, 0.0), index))
         kept = [index for index in self.movable if index not in choice]
         for index in moved:
+            yield from self._changed_at((index,), choice)
             without = {i: action for i, action in choice.items() if i != index}
-            yield without
-            for action in self.menus[index]:
-                if action is not choice[index]:
-                    yield {**without, index: action}
             for other in kept[:2]:
                 for action in self.menus[other]:
                     yield {**without, other: action}
-        for index in kept:
-            for action in self.menus[index]:
-                yield {**choice, index: action}
+        yield from self._changed_at(kept, choice)
 
     def _least(self) -> Candidate:
         """The smallest peak that was found: all goes as soon as it can, and returns when asked."""
@@ -325,11 +319,21 @@ class Search:
             return min(map(self._forced, self._choices()), key=size_of)
         offered = [a for a in Action if any(a in self.menus[index] for index in self.movable)]
         rows = [dict(self._row(self.movable, action)) for action in offered]
-        starts = sorted(map(self._forced, ({}, *rows)), key=size_of)
-        return min(map(self._narrowed, starts), key=size_of)
+        found, replays = [], self._most_replays
+        for start in sorted(map(self._forced, ({}, *rows)), key=size_of):
+            best, replays = self._narrowed(start, replays)
+            found.append(best)
+        return min(found, key=size_of)
 
-    def _narrowed(self, best: Candidate) -> Candidate:
-        """Single changes for as long as they make the peak smaller, or rarer."""
+    def _narrowed(self, best: Candidate, replays: int) -> tuple[Candidate, int]:
+        """Single changes for as long as they make the peak smaller, or rarer.
+
+        Args:
+            replays: so many at most.
+
+        Returns:
+            The best candidate, and how many replays are left.
+        """
         improved = True
         while improved:
             improved = False
@@ -339,13 +343,13 @@ class Search:
             # A frame beside its storage may be what makes the peak, and so may what a recipe reads,
             # or what was to be read later.
             for indices in (there, [index for index in self.movable if index not in there]):
-                changed = list(islice(self._changed_at(indices, best.choice), self._replays))
-                self._replays -= len(changed)
+                changed = list(islice(self._changed_at(indices, best.choice), replays))
+                replays -= len(changed)
                 tried = min(map(self._forced, changed), key=size_of, default=best)
                 if size_of(tried) < size_of(best):
                     best, improved = tried, True
                     break
-        return best
+        return best, replays
 
     def _changed_at(self, indices: Iterable[int], choice: Choice) -> Iterator[Choice]:
         """The same with another action for one of these storages."""
