@@ -143,6 +143,27 @@ def test_a_plan_names_what_is_run_again_in_its_units_and_in_words(device, new_po
     one.manager.remove()
 
 
+class Masked(Gated):
+    """What a dropout saves: a mask that is no operator's result for autograd."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.norm(x)
+        mask = (torch.arange(y.numel(), device=y.device) % 3).view_as(y).float()
+        return x + self.last(self.down((nn.functional.silu(y) * mask).repeat(1, 2)))
+
+
+def test_a_tensor_that_no_operator_names_is_told_by_its_dtype(device, new_pool):
+    layers = nn.Sequential(*(Masked() for _ in range(3))).to(device)
+    x = random(device, 64, 16)
+    manager = memswap.manage(layers, ANY, pool=new_pool(), budget="50%", rates=slow_rates(device))
+    for _ in range(5):
+        step(layers, x)
+        manager.wait_for_plan()
+    text = str(manager.plan)
+    manager.remove()
+    assert ", a tensor of float32)" in text and "#" not in text, text
+
+
 def test_a_trace_shows_what_is_run_again_as_a_row_of_its_own(device, new_pool, tmp_path):
     one = Managed(device, new_pool(), "60%")
     one.step()

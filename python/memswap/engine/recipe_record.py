@@ -52,8 +52,7 @@ class RecipeRecord:
             parameters: of its unit: ``id(parameter)`` -> the path of its module.
         """
         found = name_of(tensor, parameters)
-        if found is not None:
-            self._names[index] = found
+        self._names[index] = found or f"a tensor of {str(tensor.dtype).removeprefix('torch.')}"
 
     def seen(self, index: int, recipe: ProvenRecipe) -> None:
         """A storage that is saved has a recipe."""
@@ -66,7 +65,7 @@ class RecipeRecord:
             return None
         sources = [source for source in proven.saved if source is not None]
         names = [
-            "a buffer" if source is None else self._names.get(source, f"#{source}")
+            "a buffer" if source is None else self._names.get(source, "a tensor")
             for source in proven.saved
         ]
         return SeenRecipe(
