@@ -20,6 +20,11 @@ EntryPtr first_of(EntryRow& row) {
   return nullptr;
 }
 
+// The usual answer, for which nobody else runs.
+bool is_held(const Entry& entry) {
+  return entry.state() == State::kLeaving && !entry.identity().expired();
+}
+
 }  // namespace
 
 EntryRow::~EntryRow() {
@@ -49,6 +54,10 @@ void EntryRow::remove(Entry* entry) {
 // looked at anew each time. Who is held still goes to the end of the row.
 void Departing::look_at(EntryRow& row, size_t looks) {
   for (looks = std::min(looks, row.size()); looks > 0; --looks) {
+    if (row.front() != nullptr && is_held(*row.front())) {
+      row.append(row.front());
+      continue;
+    }
     const EntryPtr entry = first_of(row);
     if (!entry) {
       break;
