@@ -23,7 +23,8 @@ static py::object fields_of(const Counters& all) {
       "offered_tensors"_a = all.offered_tensors, "offered_bytes"_a = all.offered_bytes,
       "deduplicated_tensors"_a = all.deduplicated_tensors,
       "deduplicated_bytes"_a = all.deduplicated_bytes, "moved_storages"_a = all.moved_storages,
-      "moved_bytes"_a = all.moved_bytes, "encoded_storages"_a = all.encoded_storages,
+      "moved_bytes"_a = all.moved_bytes, "recipe_storages"_a = all.recipe_storages,
+      "recipe_bytes"_a = all.recipe_bytes, "encoded_storages"_a = all.encoded_storages,
       "encoded_bytes"_a = all.encoded_bytes, "frame_bytes"_a = all.frame_bytes,
       "returned_storages"_a = all.returned_storages, "returned_bytes"_a = all.returned_bytes,
       "freed_bytes"_a = all.freed_bytes, "stalls"_a = all.stalls,
@@ -175,11 +176,8 @@ void bind_recipes(py::module_& module) {
       .def("before_edits", &Recipes::before_edits, "tensors"_a, without_gil())
       .def("begin_iteration", &Recipes::begin_iteration)
       .def("learnt", &learnt)
-      .def("reset_counts", &Recipes::reset_counts)
-      .def_property_readonly("storages",
-                             [](const Recipes& r) { return r.counts().storages.load(); })
-      .def_property_readonly("nbytes", [](const Recipes& r) { return r.counts().nbytes.load(); })
-      .def_property_readonly("runs", [](const Recipes& r) { return r.counts().runs.load(); })
+      .def("reset_runs", &Recipes::reset_runs)
+      .def_property_readonly("runs", &Recipes::runs)
       .def_property_readonly("known_storages", [](Recipes& r) { return r.log().size(); });
 }
 

@@ -15,6 +15,8 @@ struct Counters {
   int64_t deduplicated_bytes = 0;
   int64_t moved_storages = 0;
   int64_t moved_bytes = 0;
+  int64_t recipe_storages = 0;  // of these, those that left as recipes
+  int64_t recipe_bytes = 0;
   int64_t encoded_storages = 0;
   int64_t encoded_bytes = 0;
   int64_t frame_bytes = 0;

@@ -20,6 +20,11 @@ EntryPtr first_of(EntryRow& row) {
   return nullptr;
 }
 
+// The usual answer, for which nobody else runs.
+bool is_held(const Entry& entry) {
+  return entry.state() == State::kLeaving && !entry.identity().expired();
+}
+
 }  // namespace
 
 EntryRow::~EntryRow() {
@@ -46,18 +51,27 @@ void EntryRow::remove(Entry* entry) {
 }
 
 // To ask an entry may warn the user and let other threads run: what that leaves of the rows is
-// looked at anew each time.
-void Departing::notice_gone(size_t looks) {
-  for (looks = std::min(looks, lingering_.size()); looks > 0; --looks) {
-    const EntryPtr entry = first_of(lingering_);
+// looked at anew each time. Who is held still goes to the end of the row.
+void Departing::look_at(EntryRow& row, size_t looks) {
+  for (looks = std::min(looks, row.size()); looks > 0; --looks) {
+    if (row.front() != nullptr && is_held(*row.front())) {
+      row.append(row.front());
+      continue;
+    }
+    const EntryPtr entry = first_of(row);
     if (!entry) {
       break;
     }
-    lingering_.remove(entry.get());
+    row.remove(entry.get());
     if (entry->lingers() && entry->place_in_row.row == nullptr) {
-      lingering_.append(entry.get());
+      row.append(entry.get());
     }
   }
+}
+
+void Departing::notice_gone(size_t looks) {
+  look_at(lingering_, looks);
+  look_at(lately_, kAll);
   while (const EntryPtr entry = first_of(leaving_)) {
     const bool waits = entry->lingers();
     if (waits && !entry->sent()) {
@@ -68,7 +82,10 @@ void Departing::notice_gone(size_t looks) {
     if (entry->place_in_row.row == &leaving_) {
       leaving_.remove(entry.get());
       if (stays) {
-        lingering_.append(entry.get());
+        lately_.append(entry.get());
+      }
+      while (lately_.size() > kLately) {
+        lingering_.append(lately_.front());
       }
     }
   }

@@ -34,24 +34,33 @@ struct RowPlace {
   Entry* after = nullptr;
 };
 
+// [Note: What was sent lately goes first]
+// Each save takes off the books what is gone, and can look at a few storages only. Most of what a
+// forward holds it lets go of within an operator or two, and the rest for longer than a layer: a
+// residual stream, or a weight's cast, of which autocast's cache has as many as there are weights.
+// So the `kLately` that were sent last are looked at each time, and of the others some in turn.
 class Departing {
  public:
   static constexpr size_t kAll = std::numeric_limits<size_t>::max();
+  static constexpr size_t kLately = 8;
 
   // The storage of an entry was sent.
   void add(Entry* entry) { leaving_.append(entry); }
 
-  // Accounts for storages that went away since the last look, oldest first. `looks` bounds how many
-  // of those are looked at that were sent and are still held.
+  // Accounts for storages that went away since the last look. `looks` bounds how many of those are
+  // looked at that have been held by somebody for long.
   void notice_gone(size_t looks = kAll);
   // What each save does: looks at a few.
   void notice_some() { notice_gone(3); }
 
-  size_t size() const { return leaving_.size() + lingering_.size(); }
+  size_t size() const { return leaving_.size() + lately_.size() + lingering_.size(); }
 
  private:
+  static void look_at(EntryRow& row, size_t looks);
+
   EntryRow leaving_;    // whose sends may be under way, in the order of these
-  EntryRow lingering_;  // sent, and held by somebody
+  EntryRow lately_;     // the last ones that were sent and are held by somebody, in that order
+  EntryRow lingering_;  // the others that are held
 };
 
 }  // namespace memswap

@@ -98,6 +98,10 @@ void Entry::leave(Leaving leaving) {
   departure_ = std::move(leaving.departure);
   require(residence_->leave(), State::kLeaving);
   away_ = std::move(leaving.away);
+  if (is_recipe(away_.get())) {
+    ++counters().recipe_storages;
+    counters().recipe_bytes += nbytes();
+  }
   count_away();
 }
 

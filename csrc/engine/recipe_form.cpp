@@ -65,17 +65,14 @@ TicketPtr end_of_run(const c10::Storage& made) {
 
 }  // namespace
 
-RecipeForm::RecipeForm(StepPtr step, const void* key, size_t nbytes,
-                       std::shared_ptr<RecipeCounts> counts, Serialised serialised, MadeBytes made)
+RecipeForm::RecipeForm(StepPtr step, const void* key, size_t nbytes, RecipeRuns runs,
+                       Serialised serialised, MadeBytes made)
     : step_(std::move(step)),
       key_(key),
       nbytes_(nbytes),
-      counts_(std::move(counts)),
+      runs_(std::move(runs)),
       serialised_(std::move(serialised)),
-      made_(std::move(made)) {
-  ++counts_->storages;
-  counts_->nbytes += static_cast<int64_t>(nbytes_);
-}
+      made_(std::move(made)) {}
 
 void RecipeForm::join(std::shared_ptr<std::vector<std::weak_ptr<RecipeForm>>> siblings) {
   siblings_ = std::move(siblings);
@@ -118,7 +115,7 @@ StorageRefPtr RecipeForm::result_of(const std::vector<at::Tensor>& results) cons
 }
 
 Returning RecipeForm::run(bool in_passing) {
-  ++counts_->runs;
+  ++*runs_;
   const auto over = c10::make_scope_exit([this] { made_(0); });
   const std::vector<at::Tensor> results = run_again(*step_, in_passing, nullptr, made_);
   Returning back{result_of(results), nullptr};

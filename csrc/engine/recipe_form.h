@@ -14,11 +14,7 @@
 namespace memswap {
 
 // How often recipes were run. Shared by the forms of one engine.
-struct RecipeCounts {
-  std::atomic<int64_t> storages{0};
-  std::atomic<int64_t> nbytes{0};
-  std::atomic<int64_t> runs{0};
-};
+using RecipeRuns = std::shared_ptr<std::atomic<int64_t>>;
 
 // Runs a function while nobody else works with the entries of an engine.
 using Serialised = std::function<void(const std::function<void()>&)>;
@@ -38,8 +34,8 @@ class RecipeForm final : public AwayForm,
 
   // The storage `key` is what the last step makes of it, now or when its call has ended. `made`
   // hears how many bytes there are of what a run makes, and of none when it is over.
-  RecipeForm(StepPtr step, const void* key, size_t nbytes, std::shared_ptr<RecipeCounts> counts,
-             Serialised serialised, MadeBytes made);
+  RecipeForm(StepPtr step, const void* key, size_t nbytes, RecipeRuns runs, Serialised serialised,
+             MadeBytes made);
 
   // Forms of other results of the same call. One run serves all that are there.
   void join(std::shared_ptr<std::vector<std::weak_ptr<RecipeForm>>> siblings);
@@ -68,7 +64,7 @@ class RecipeForm final : public AwayForm,
   const StepPtr step_;
   const void* const key_;
   const size_t nbytes_;
-  const std::shared_ptr<RecipeCounts> counts_;
+  const RecipeRuns runs_;
   const Serialised serialised_;
   const MadeBytes made_;
   std::shared_ptr<std::vector<std::weak_ptr<RecipeForm>>> siblings_;

@@ -449,7 +449,7 @@ Leaving Recipes::leave(const StorageRefPtr& storage, std::shared_ptr<Step> step)
   // The form may outlive the engine that would serialise it; its sources then say what happened.
   const std::weak_ptr<Recipes> engine = weak_from_this();
   auto form = std::make_shared<RecipeForm>(
-      std::move(step), storage->storage.unsafeGetStorageImpl(), storage->storage.nbytes(), counts_,
+      std::move(step), storage->storage.unsafeGetStorageImpl(), storage->storage.nbytes(), runs_,
       [engine](const std::function<void()>& work) {
         if (const auto alive = engine.lock()) {
           alive->host_->serialise(work);

@@ -140,14 +140,14 @@ class Recipes : public std::enable_shared_from_this<Recipes> {
       : log_(std::make_shared<OperatorLog>(std::move(rules))),
         host_(std::move(host)),
         options_(options),
-        counts_(std::make_shared<RecipeCounts>()) {
+        runs_(std::make_shared<RecipeRuns::element_type>(0)) {
     choose();
   }
 
   OperatorLog& log() { return *log_; }
   RecipeHost& host() { return *host_; }
-  const RecipeCounts& counts() const { return *counts_; }
-  void reset_counts() { counts_->storages = counts_->nbytes = counts_->runs = 0; }
+  int64_t runs() const { return *runs_; }
+  void reset_runs() { *runs_ = 0; }
 
   // A new forward.
   void begin_iteration();
@@ -223,7 +223,7 @@ class Recipes : public std::enable_shared_from_this<Recipes> {
   const OperatorLogPtr log_;
   const std::unique_ptr<RecipeHost> host_;
   const Options options_;
-  const std::shared_ptr<RecipeCounts> counts_;
+  const RecipeRuns runs_;
   std::unordered_map<OperatorCallPtr, Siblings> siblings_;
   mutable std::mutex mutex_;  // of what trials tell
   std::unordered_map<RecipePlace, Learnt, RecipePlaceHash> places_;

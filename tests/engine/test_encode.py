@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import warnings
+from collections import deque
 from typing import Any
 
 import pytest
@@ -124,6 +125,26 @@ def test_default_on_an_accelerator_is_to_swap(device, new_pool) -> None:
     step(engine, device, normal)
     assert engine.stats().encoded_storages == 0
     assert engine.stats().moved_storages == 4
+
+
+def test_what_is_gone_is_counted_as_gone_while_much_else_is_held() -> None:
+    """As autocast's cache holds the casts of all weights until the forward has ended."""
+    cpu = torch.device("cpu")
+    held = [normal(cpu, seed) for seed in range(40)]
+    in_use: deque[torch.Tensor] = deque(maxlen=2)  # each until two others have been saved
+    seen: list[Any] = []
+    x = torch.zeros(4, requires_grad=True)
+    with memswap.saved_tensors(ENCODE) as saved:
+        for one in held:
+            x = Remember.apply(x, seen, one)
+        for seed in range(40, 80):
+            in_use.append(normal(cpu, seed))
+            x = Remember.apply(x, seen, in_use[-1])
+    stats = saved.stats()
+    late = (stats.peak_resident_bytes - stats.resident_bytes) / held[0].nbytes
+    assert late <= 1, f"{late:.1f} storages were counted that had gone"
+    x.sum().backward()
+    assert len(seen) == 80
 
 
 def test_what_does_not_shrink_is_encoded_once_and_kept_from_then_on(device, engine_of) -> None:

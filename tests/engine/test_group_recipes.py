@@ -125,6 +125,26 @@ def test_a_recipe_stays_until_its_batch_leaves(device, new_pool):
     assert one.groups.stats().recipe_runs > 0
 
 
+def test_a_recipe_counts_when_it_leaves_and_once(device, new_pool):
+    """As a storage does that leaves in any other form."""
+    one = Grouped(device, new_pool())
+    loss, batches = one.forward()
+    stats = one.groups.stats()
+    assert stats.moved_storages == stats.recipe_storages == stats.recipe_bytes == 0, (
+        "what no batch was told to send counts as gone"
+    )
+    make_calls(batches[0], "ow")
+    first = one.groups.stats()
+    assert 0 < first.recipe_storages < first.moved_storages
+    assert first.recipe_bytes == NBYTES * first.recipe_storages
+    make_calls(batches[0], "lWow")
+    assert one.groups.stats().recipe_storages == first.recipe_storages, "one storage counts twice"
+    for batch in batches[1:]:
+        make_calls(batch, "ow")
+    assert one.groups.stats().recipe_storages == len(batches) * first.recipe_storages
+    assert_same_gradients(gradients_of(one.layers, loss), one.expected)
+
+
 def test_a_load_computes_nothing(device, new_pool):
     """Its result would take memory before anybody needs it."""
     one = Grouped(device, new_pool())

@@ -183,7 +183,7 @@ class Engine(native.Engine):
             self.learn()
             self.ledger.reset()
             if self.recipes is not None:
-                self.recipes.reset_counts()
+                self.recipes.reset_runs()
             if self.windows is not None:
                 self.windows.reset_counts()
 

@@ -77,15 +77,8 @@ class Stats:
 def snapshot(ledger: Ledger, recipes: Recipes | None = None) -> Stats:
     """What an engine has counted by now (csrc/engine/ledger.h), and its recipes, if it has some."""
     kept = {reason: Count(*count) for reason, count in sorted(ledger.kept.items())}
-    if recipes is None:
-        of_recipes = {"recipe_storages": 0, "recipe_bytes": 0, "recipe_runs": 0}
-    else:
-        of_recipes = {
-            "recipe_storages": recipes.storages,
-            "recipe_bytes": recipes.nbytes,
-            "recipe_runs": recipes.runs,
-        }
-    return Stats(kept=MappingProxyType(kept), **vars(ledger.counters), **of_recipes)
+    runs = 0 if recipes is None else recipes.runs
+    return Stats(kept=MappingProxyType(kept), **vars(ledger.counters), recipe_runs=runs)
 
 
 def added(snapshots: Iterable[Stats]) -> Stats:

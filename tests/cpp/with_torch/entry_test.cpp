@@ -217,22 +217,26 @@ TEST_F(Entries, WhatStaysIsCountedOnceForAsLongAsItIsKnown) {
 // --- what departs ---
 
 TEST_F(Entries, WhatDepartsIsAccountedForOnceNobodyHoldsIt) {
+  constexpr size_t kAll = Departing::kLately + 4;
   Departing departing;
   std::vector<at::Tensor> tensors;
   std::vector<EntryPtr> entries;
-  for (uint8_t value = 0; value < 5; ++value) {
-    tensors.push_back(filled(value));
+  for (size_t which = 0; which < kAll; ++which) {
+    tensors.push_back(filled(static_cast<uint8_t>(which)));
     entries.push_back(sent(tensors.back(), sender));
     departing.add(entries.back().get());
   }
   departing.notice_gone();
-  EXPECT_EQ(departing.size(), 5u);
+  EXPECT_EQ(departing.size(), kAll);
   EXPECT_EQ(ledger.counters.freed_bytes, 0);
-  tensors.resize(2);
-  departing.notice_gone(/*looks=*/2);
-  EXPECT_EQ(departing.size(), 5u) << "more were looked at than was asked for";
+  for (const size_t gone : {size_t{2}, size_t{3}, kAll - 1}) {
+    tensors[gone].reset();
+  }
+  departing.notice_gone(/*looks=*/1);
+  EXPECT_EQ(departing.size(), kAll - 1) << "what was sent last is gone, and was not looked at; or "
+                                           "more were looked at than was asked for";
   departing.notice_gone();
-  EXPECT_EQ(departing.size(), 2u);
+  EXPECT_EQ(departing.size(), kAll - 3);
   EXPECT_EQ(ledger.counters.freed_bytes, 3 * kBytes);
   EXPECT_EQ(entries[0]->state(), State::kLeaving);
 }

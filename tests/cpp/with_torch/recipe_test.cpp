@@ -103,7 +103,7 @@ TEST_F(WithRecipes, OneRunServesAllResultsOfAnOperator) {
   EXPECT_EQ(first.leaving->away->device_nbytes(), normed.storage().nbytes());
   EXPECT_TRUE(comes_back(*first.leaving->away, normed));
   EXPECT_EQ(first.leaving->away->device_nbytes(), 0u);
-  EXPECT_EQ(recipes->counts().runs, 1);
+  EXPECT_EQ(recipes->runs(), 1);
 }
 
 TEST_F(WithRecipes, BeforeASourceIsEditedItsRecipesAreRun) {
