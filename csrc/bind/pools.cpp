@@ -120,7 +120,7 @@ void bind_pools(py::module_& module) {
                              [](const Pool& pool) { return pool.statistics().pageable_bytes; })
       .def("statistics", &Pool::statistics);
   module.def("make_host_pool", &open_host_pool, "device"_a, "budget"_a, "slab"_a,
-             "numa_node"_a = py::none(), "pageable"_a = true);
+             "numa_node"_a = py::none(), "pageable"_a = true, "keeps_pages"_a = true);
   module.def("make_disk_pool", &open_disk_pool, "path"_a, "budget"_a, "extent"_a, without_gil());
   module.def(
       "host_limits", [](const std::string& root) { return host_limits(root); }, "root"_a = "/");

@@ -16,10 +16,17 @@ namespace {
 // A huge page of the usual size; shorter slabs cannot hold one.
 constexpr size_t kHugePage = size_t{2} << 20;
 
+size_t page_bytes() { return static_cast<size_t>(sysconf(_SC_PAGESIZE)); }
+
+size_t round_up(size_t nbytes, size_t multiple) {
+  return (nbytes + multiple - 1) / multiple * multiple;
+}
+
 class MappedSlab final : public Slab {
  public:
-  explicit MappedSlab(size_t nbytes)
+  MappedSlab(size_t nbytes, OrdinarySlabs::Unused unused)
       : size_(nbytes),
+        unused_(unused),
         first_(mmap(nullptr, nbytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0)) {
     if (first_ == MAP_FAILED) {
       throw std::system_error(errno, std::generic_category(),
@@ -39,21 +46,27 @@ class MappedSlab final : public Slab {
   void read(size_t offset, void* destination, size_t nbytes) override {
     std::memcpy(destination, static_cast<const std::byte*>(first_) + offset, nbytes);
   }
+  // Pages that others share stay. A system that refuses keeps them all.
+  void forget(size_t offset, size_t nbytes) override {
+    const size_t begins = round_up(offset, page_bytes());
+    const size_t ends = (offset + nbytes) / page_bytes() * page_bytes();
+    if (unused_ == OrdinarySlabs::Unused::kReturned && begins < ends) {
+      (void)madvise(static_cast<std::byte*>(first_) + begins, ends - begins, MADV_DONTNEED);
+    }
+  }
 
  private:
   size_t size_;
+  OrdinarySlabs::Unused unused_;
   void* first_;
 };
 
 }  // namespace
 
 SlabResult OrdinarySlabs::acquire(size_t nbytes) {
-  return {std::make_unique<MappedSlab>(granted(nbytes)), {}};
+  return {std::make_unique<MappedSlab>(granted(nbytes), unused_), {}};
 }
 
-size_t OrdinarySlabs::granted(size_t nbytes) const {
-  const auto page = static_cast<size_t>(sysconf(_SC_PAGESIZE));
-  return (nbytes + page - 1) / page * page;
-}
+size_t OrdinarySlabs::granted(size_t nbytes) const { return round_up(nbytes, page_bytes()); }
 
 }  // namespace memswap

@@ -11,8 +11,17 @@ namespace memswap {
 // goes back for good when the slab goes. Throws std::system_error.
 class OrdinarySlabs final : public SlabSource {
  public:
+  // What becomes of pages that nobody uses while their slab lives. Kept ones are there already for
+  // the next block; of returned ones the process has as many as its blocks take.
+  enum class Unused { kKept, kReturned };
+
+  explicit OrdinarySlabs(Unused unused = Unused::kKept) : unused_(unused) {}
+
   SlabResult acquire(size_t nbytes) override;
   size_t granted(size_t nbytes) const override;
+
+ private:
+  const Unused unused_;
 };
 
 }  // namespace memswap

@@ -46,11 +46,12 @@ SlabSourcePtr pinned_source(c10::Device device, bool pageable) {
 }  // namespace
 
 std::shared_ptr<Pool> open_host_pool(c10::Device device, std::optional<size_t> budget,
-                                     size_t slab_bytes, std::optional<int> numa_node,
-                                     bool pageable) {
+                                     size_t slab_bytes, std::optional<int> numa_node, bool pageable,
+                                     bool keeps_pages) {
+  using Unused = OrdinarySlabs::Unused;
   SlabSourcePtr source;
   if (device.is_cpu()) {
-    source = std::make_shared<OrdinarySlabs>();
+    source = std::make_shared<OrdinarySlabs>(keeps_pages ? Unused::kKept : Unused::kReturned);
   } else {
     source = pinned_source(device, pageable);
   }

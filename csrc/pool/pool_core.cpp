@@ -158,12 +158,19 @@ void PoolCore::give_back(const Range& range, size_t nbytes, std::vector<TicketPt
   counted_.in_use_bytes -= nbytes;
   counted_.waste_bytes -= range.size - nbytes;
   if (tickets.empty()) {
-    ranges_.free(range);
+    free(range);
     return;
   }
   ++counted_.pending;
   counted_.pending_bytes += range.size;
   put_pending(next_pending_++, Pending{.range = range, .tickets = std::move(tickets)});
+}
+
+// A huge page reaches beyond a block: what is free around it is forgotten with it. Under the lock,
+// so that nobody is given it meanwhile.
+void PoolCore::free(const Range& range) {
+  const Range whole = ranges_.free(range);
+  slabs_.at(whole.slab)->forget(whole.offset, whole.size);
 }
 
 Range PoolCore::shrink(const Range& range, size_t nbytes, size_t left) {
@@ -216,7 +223,7 @@ bool PoolCore::reap(size_t most_ranges, size_t most_misses, Sequence* from) {
     if (done) {
       --counted_.pending;
       counted_.pending_bytes -= asked.range.size;
-      ranges_.free(asked.range);
+      free(asked.range);
       freed = true;
     } else {
       put_pending(sequence, std::move(asked));

@@ -24,7 +24,8 @@ namespace memswap {
 
 // Three locks, always taken in this order and never the other way round:
 //   grow_mutex_   one thread at a time asks the system for memory; held while it answers
-//   mutex_        ranges, slabs, pending ranges, statistics; held for arithmetic only
+//   mutex_        ranges, slabs, pending ranges, statistics; held for arithmetic, and while a slab
+//                 forgets what is free
 //   background_mutex_  what the background thread has been asked to do; alone
 // A block's own lock comes before mutex_.
 class PoolCore final : public std::enable_shared_from_this<PoolCore> {
@@ -71,6 +72,7 @@ class PoolCore final : public std::enable_shared_from_this<PoolCore> {
   void note_taken(const Range& range, size_t nbytes);
 
   bool reap(size_t most_ranges, size_t most_misses, Sequence* from);
+  void free(const Range& range);
   void put_pending(Sequence sequence, Pending pending);
 
   std::string grow(size_t wanted_bytes, size_t least_bytes, bool background);

@@ -78,7 +78,7 @@ std::optional<Range> RangeAllocator::allocate(size_t nbytes) {
   return Range{.slab = slab, .offset = offset, .size = size};
 }
 
-void RangeAllocator::free(const Range& range) {
+Range RangeAllocator::free(const Range& range) {
   const auto slab = slabs_.find(range.slab);
   if (slab == slabs_.end() || range.size == 0 || range.size % alignment_ != 0 ||
       range.offset % alignment_ != 0 || range.size > slab->second.total ||
@@ -114,6 +114,7 @@ void RangeAllocator::free(const Range& range) {
   insert_free(range.slab, offset, size);
   slab->second.free += range.size;
   free_ += range.size;
+  return Range{.slab = range.slab, .offset = offset, .size = size};
 }
 
 size_t RangeAllocator::largest_free_range() const {

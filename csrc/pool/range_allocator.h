@@ -53,8 +53,9 @@ class RangeAllocator {
   std::optional<Range> allocate(size_t nbytes);
 
   // Takes back what allocate gave. Throws std::logic_error for a range that is (partly) free
-  // already or lies outside its slab: going on would give one range to two owners.
-  void free(const Range& range);
+  // already or lies outside its slab: going on would give one range to two owners. Returns the free
+  // range that it is a part of now.
+  Range free(const Range& range);
 
   size_t alignment() const { return alignment_; }
   size_t slabs() const { return slabs_.size(); }

@@ -35,6 +35,12 @@ class Slab {
   virtual void write(size_t offset, const void* source, size_t nbytes) = 0;
   virtual void read(size_t offset, void* destination, size_t nbytes) = 0;
 
+  // Nobody reads this range any more until it has been written again. Its memory may go.
+  virtual void forget(size_t offset, size_t nbytes) {
+    (void)offset;
+    (void)nbytes;
+  }
+
   // Keeps `share` until the memory has been returned: how a layer learns of the return.
   void attach(std::shared_ptr<void> share) { attached_.push_back(std::move(share)); }
 

@@ -732,6 +732,7 @@ def make_host_pool(
     slab: int,
     numa_node: int | None = None,
     pageable: bool = True,
+    keeps_pages: bool = True,
 ) -> Pool: ...
 def make_disk_pool(path: str, budget: int | None, extent: int) -> Pool: ...
 

@@ -50,7 +50,9 @@ class FakeTicket final : public Ticket {
 
 class FakeSlab final : public Slab {
  public:
-  explicit FakeSlab(size_t size) : bytes_(size) {}
+  using AtForget = std::function<void(size_t offset, size_t nbytes)>;
+
+  FakeSlab(size_t size, AtForget at_forget) : bytes_(size), at_forget_(std::move(at_forget)) {}
   size_t size() const override { return bytes_.size(); }
   void* data() const override { return const_cast<std::byte*>(bytes_.data()); }
   void write(size_t offset, const void* source, size_t nbytes) override {
@@ -59,9 +61,15 @@ class FakeSlab final : public Slab {
   void read(size_t offset, void* destination, size_t nbytes) override {
     std::memcpy(destination, bytes_.data() + offset, nbytes);
   }
+  void forget(size_t offset, size_t nbytes) override {
+    if (at_forget_) {
+      at_forget_(offset, nbytes);
+    }
+  }
 
  private:
   std::vector<std::byte> bytes_;
+  const AtForget at_forget_;
 };
 
 // A source of memory that can be told to fail and to take its time.
@@ -78,7 +86,7 @@ class FakeSlabs final : public SlabSource {
     if (fail || nbytes > most) {
       throw std::runtime_error("no more memory can be pinned");
     }
-    auto slab = std::make_unique<FakeSlab>(nbytes);
+    auto slab = std::make_unique<FakeSlab>(nbytes, at_forget);
     ++live;
     slab->attach(std::shared_ptr<void>(nullptr, [live = &live](void*) { --*live; }));
     return {std::move(slab), {}};
@@ -88,6 +96,7 @@ class FakeSlabs final : public SlabSource {
   std::atomic<bool> fail{false};
   size_t most = ~size_t{0};  // bytes of the longest slab there is
   std::function<void()> at_acquire;
+  FakeSlab::AtForget at_forget;  // of slabs that are acquired from then on
   std::vector<size_t> asked_for;
   std::atomic<int> live{0};
   std::atomic<int> trimmed{0};

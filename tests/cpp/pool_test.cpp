@@ -54,6 +54,23 @@ TEST_F(PoolTest, GivesExactSizesAtAlignedAddresses) {
   EXPECT_EQ(pool->allocate(0)->nbytes(), 0U);
 }
 
+TEST_F(PoolTest, ASlabForgetsWhatIsDroppedWhenTheLastUseHasEnded) {
+  using Ranges = std::vector<std::pair<size_t, size_t>>;
+  Ranges forgotten;
+  below_->at_forget = [&](size_t offset, size_t nbytes) { forgotten.emplace_back(offset, nbytes); };
+  const auto pool = make();
+  auto first = pool->allocate(1000);
+  auto second = pool->allocate(5000);
+  const auto copy = use(second);
+  first.reset();
+  EXPECT_EQ(forgotten, (Ranges{{0, 1024}}));
+  second.reset();
+  EXPECT_EQ(forgotten.size(), 1U) << "a copy still reads it";
+  copy->end();
+  const auto third = pool->allocate(700);
+  EXPECT_EQ(forgotten.back(), (Ranges::value_type{0, kSlab})) << "with what is free around it";
+}
+
 TEST_F(PoolTest, WhatHasNoRoomGoesToTheOverflow) {
   const auto pool = make(/*budget=*/kSlab);
   const std::shared_ptr<Pool> overflow = make(/*budget=*/kSlab);

@@ -27,7 +27,7 @@ from memswap.integrations.training import ManagedTraining
 from memswap.optimizer_state import away_of, plain_tensors
 from memswap.optimizers import managed_optimizer
 from memswap.planning import checking, learner
-from memswap.planning.device import KINDS, SPARE_SHARE_OF_CPU, DevicePlan
+from memswap.planning.device import KINDS, DevicePlan
 
 WIDTH, VOCABULARY, BATCH = 64, 256, 4  # each times `scale_of` the device
 MODEL_BYTES = 4 << 20  # that this takes at its peak, on a machine where they are as they stand
@@ -550,12 +550,13 @@ def test_on_a_cpu_the_process_resident_memory_is_what_counts(room, later, action
 
 
 @pytest.mark.cpu_only
-def test_on_a_cpu_frames_that_stay_in_the_plan_leave_the_process_within_the_budget():
-    """They take up to a hundredth more than is planned, which a plan leaves free."""
+def test_on_a_cpu_frames_that_grow_by_and_by_are_planned_anew():
+    """Those of the first plan would be a hundredth of the budget longer by the last step."""
     found = trained_apart(268 << 20, 0, "encode")
     assert found["moved_bytes"] > 0
-    assert found["planned_bytes"] <= (1 - SPARE_SHARE_OF_CPU) * found["budget_bytes"]
     assert found["measured_bytes"] <= found["budget_bytes"]
+    difference = found["measured_bytes"] - found["planned_bytes"]
+    assert abs(difference) <= 0.005 * found["budget_bytes"], "the plan has frames as they were"
 
 
 def trained_apart(room: int, later: int, action: str) -> dict[str, Any]:

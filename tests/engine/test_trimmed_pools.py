@@ -1,13 +1,19 @@
-"""A CPU's pools give back what only the first forwards needed, and nothing that a graph needs."""
+"""A CPU's process has frames and decoded storages only for as long as they are needed."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
+import torch
 from helpers import assert_same_gradients, gradients, new_input, new_stack
 from helpers import plain_gradients as plain
+from torch import nn
 
 import memswap
-from memswap.engine.transfers import TRIM_AT
+from memswap._native import native
+from memswap.engine import lane, transfers
 
 ENCODED = memswap.Policy("encode", min_bytes=1)
 
@@ -15,47 +21,96 @@ pytestmark = pytest.mark.cpu_only
 
 
 @pytest.fixture
-def given_back(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Bytes of each trim."""
-    trimmed: list[int] = []
-    trim = memswap.HostPool.trim
+def opened(monkeypatch: pytest.MonkeyPatch) -> dict[bool, Any]:
+    """The pools that are made for frames and for decoded storages, by whether they keep pages."""
+    pools: dict[bool, Any] = {}
+    open_pool: Callable[..., Any] = lane.ordinary_pool
 
-    def counted(pool: memswap.HostPool) -> int:
-        trimmed.append(trim(pool))
-        return trimmed[-1]
+    def noted(keeps_pages: bool) -> Any:
+        pools[keeps_pages] = open_pool(keeps_pages)
+        return pools[keeps_pages]
 
-    monkeypatch.setattr(memswap.HostPool, "trim", counted)
-    return trimmed
+    monkeypatch.setattr(lane, "ordinary_pool", noted)
+    monkeypatch.setattr(transfers, "ordinary_pool", noted)
+    return pools
 
 
-def test_what_the_first_forwards_needed_is_given_back(device, given_back):
+def reserved(pool: Any) -> int:
+    return int(pool.statistics()["reserved_bytes"])
+
+
+class Wide(nn.Module):
+    """Saves what is much longer than its parameter: 4 MiB, of which a frame is a half or so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(1024))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x * self.scale).tanh()
+
+
+def backward_changes(kept: bool, monkeypatch: pytest.MonkeyPatch) -> tuple[int, int]:
+    """Bytes of frames before backward, and by how much less the process has behind it."""
+    open_pool = lane.ordinary_pool
+    monkeypatch.setattr(lane, "ordinary_pool", lambda keeps_pages: open_pool(keeps_pages or kept))
+    torch.manual_seed(0)
+    model = nn.Sequential(*[Wide() for _ in range(12)])
+    x = torch.randn(1024, 1024)
+    gauge = native.MemoryGauge(torch.device("cpu"))
+    with memswap.manage(model, ENCODED) as manager:
+        for _ in range(2):
+            model(x).sum().backward()
+        loss = model(x).sum()
+        frames, before = manager.stats().resident_bytes, gauge.now
+        loss.backward()
+        return frames, before - gauge.now
+
+
+def test_backward_gives_the_process_back_what_frames_took(monkeypatch):
+    frames, less = backward_changes(False, monkeypatch)
+    assert frames > 24 << 20
+    assert less > frames / 2, "gradients find no room that frames have left"
+
+
+def test_of_a_pool_that_keeps_its_pages_it_would_not(monkeypatch):
+    """The mutation: so the test above can fail."""
+    frames, less = backward_changes(True, monkeypatch)
+    assert less < frames / 2
+
+
+def test_no_forward_begins_with_what_the_last_backward_decoded(device, opened):
     model, x = new_stack(device), new_input(device)
     with memswap.manage(model.layers, ENCODED):
-        for number in range(1, 2 * max(TRIM_AT)):
+        for _ in range(3):
             model.zero_grad()
-            model(x).sum().backward()
-            done = sum(number > one for one in TRIM_AT)
-            assert len(given_back) == 2 * done, "frames and decoded storages, at each of these"
-    assert sum(given_back) > 0, "nothing was given back"
+            loss = model(x).sum()
+            assert not opened or reserved(opened[True]) == 0
+            loss.backward()
+            assert reserved(opened[True]) > 0, "nothing was decoded there"
     assert_same_gradients(gradients(model), plain(device, x))
 
 
-def test_a_graph_from_before_keeps_its_bytes(device, given_back):
+def test_a_graph_from_before_keeps_its_bytes(device, opened):
     model, x = new_stack(device), new_input(device)
     with memswap.manage(model.layers, ENCODED):
-        losses = [model(x).sum() for _ in range(max(TRIM_AT) + 2)]
-        assert given_back, "no pool was trimmed while the graphs were alive"
+        losses = [model(x).sum() for _ in range(4)]
         for loss in reversed(losses):
-            model.zero_grad()
-            loss.backward()
-            assert_same_gradients(gradients(model), plain(device, x))
+            for retained in (True, False):  # the second time from what the first has decoded
+                model.zero_grad()
+                loss.backward(retain_graph=retained)
+                assert_same_gradients(gradients(model), plain(device, x))
+            again = model(x).sum()  # begins an iteration, which gives back
+            again.backward()
+    assert opened
 
 
-def test_a_pool_of_the_users_is_the_users(device, given_back):
+def test_a_pool_of_the_users_is_the_users(device, opened):
     pool = memswap.HostPool(budget="64MiB", slab="1MiB", device="cpu")
     model, x = new_stack(device), new_input(device)
     with memswap.manage(model.layers, ENCODED, pool=pool):
-        for _ in range(max(TRIM_AT) + 1):
+        for _ in range(3):
             model(x).sum().backward()
-        assert len(given_back) == len(TRIM_AT), "the pool of decoded storages alone"
+        model(x)
+        assert list(opened) == [True] and reserved(opened[True]) == 0
         assert pool.statistics().reserved_bytes > 0

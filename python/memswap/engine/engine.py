@@ -105,6 +105,8 @@ class Engine(native.Engine):
                 if self.recipes is not None:
                     self.recipes.begin_iteration()
                 leaving_bytes = ended.leaving_bytes
+                for transfers in self.open_transfers():
+                    transfers.trim_outputs()  # a forward decodes nothing
                 if self.director is not None:
                     leaving_bytes = self.director.begin(self.iteration) or leaving_bytes
                 self._transfers.begin_iteration(leaving_bytes, ended.nbytes)

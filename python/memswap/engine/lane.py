@@ -93,13 +93,27 @@ def overflow_pool(device: torch.device) -> HostPool:
     return HostPool(budget, slab=OVERFLOW_SLAB_BYTES, device=device, pageable=False)
 
 
-def ordinary_pool() -> HostPool:
-    """A pool in a CPU's memory, for frames or for decoded storages of one lane."""
-    return HostPool(device="cpu", numa=None)
+#: What a CPU's pools take from the system at a time: bytes.
+ORDINARY_SLAB_BYTES = 64 << 20
+
+
+def ordinary_pool(keeps_pages: bool) -> native.Pool:
+    """A pool in a CPU's memory, for frames or for decoded storages of one lane.
+
+    Args:
+        keeps_pages: whether the process keeps what blocks have left behind until the pool is
+            trimmed.
+    """
+    return native.make_host_pool(
+        torch.device("cpu"),
+        host_share().pool_bytes,
+        ORDINARY_SLAB_BYTES,
+        keeps_pages=keeps_pages,
+    )
 
 
 def open_codec_lane(
-    device: torch.device, frames: HostPool | None = None, outputs: HostPool | None = None
+    device: torch.device, frames: native.Pool | None = None, outputs: native.Pool | None = None
 ) -> CodecLane:
     """A new codec lane for storages on ``device``.
 
@@ -115,12 +129,15 @@ def open_codec_lane(
             max_leaving_bytes=FIRST_LEAVING_BYTES,
             arena_budget=FIRST_ARENA_BYTES,
             arena_chunk=ARENA_CHUNK_BYTES,
-            arena_pool=None if frames is None else frames.native,
+            arena_pool=frames,
         )
     # No workers: whoever waits does the work, on torch's own threads. They are as many as there are
     # processors, so a worker beside them would only make them wait for each other, and what it has
-    # not begun yet would take memory meanwhile. Decoded storages come from a pool as well: its
-    # pages are mapped already, and the codec is twice as fast on them as on new ones.
-    frames = ordinary_pool() if frames is None else frames
-    outputs = ordinary_pool() if outputs is None else outputs
-    return native.WorkerCodecLane(workers=0, pool=frames.native, outputs=outputs.native)
+    # not begun yet would take memory meanwhile.
+    #
+    # A frame's pages go with it: what has been decoded makes room for gradients, as autograd's own
+    # saved tensors do. Decoded storages come one after another in backward, so a few pages serve
+    # them all: those stay mapped, and the codec is twice as fast on them as on new ones.
+    frames = ordinary_pool(keeps_pages=False) if frames is None else frames
+    outputs = ordinary_pool(keeps_pages=True) if outputs is None else outputs
+    return native.WorkerCodecLane(workers=0, pool=frames, outputs=outputs)

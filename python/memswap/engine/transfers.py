@@ -29,9 +29,8 @@ if TYPE_CHECKING:
 
 Pool: TypeAlias = HostPool | DiskPool
 
-#: Forwards before which pools give back what nothing uses. The first ones encode what will have a
-#: recipe, or stay under a plan, and a CPU's pages that were written once would be the process' for
-#: good: for a few layers that is as much as everything saved.
+#: Forwards before which an accelerator's arena gives back what a plan needs no more: the first ones
+#: encode what will have a recipe, or stay under a plan.
 TRIM_AT = (5, 10)
 
 
@@ -142,8 +141,8 @@ class Transfers:
         self._overflow_room: int | None = None
         self._iteration_bytes = 0
         self._forwards = 0
-        #: A CPU's, for frames and decoded storages.
-        self._own_pools: tuple[HostPool, ...] = ()
+        #: A CPU's, for decoded storages.
+        self._outputs: native.Pool | None = None
         #: An accelerator's, for what does not fit frames.
         self._overflow_pool: HostPool | None = None
         #: Whether the device works while the thread that asks goes on.
@@ -219,14 +218,12 @@ class Transfers:
             frames = ordinary if isinstance(ordinary, HostPool) else None
             frames = frames if frames is not None and frames.overflow is None else None
             if self.device.type == "cpu":
-                outputs = ordinary_pool()
-                own = [outputs] if frames is not None else [outputs, ordinary_pool()]
-                frames = own[-1] if frames is None else frames
-                self._own_pools = tuple(own)
-                self._codec_lane = open_codec_lane(self.device, frames, outputs)
+                self._outputs = ordinary_pool(keeps_pages=True)
+                own = None if frames is None else frames.native
+                self._codec_lane = open_codec_lane(self.device, own, self._outputs)
             else:
                 self._overflow_pool = overflow_pool(self.device)
-                self._codec_lane = open_codec_lane(self.device, self._overflow_pool)
+                self._codec_lane = open_codec_lane(self.device, self._overflow_pool.native)
             self._bound(self._codec_lane)
             self._set_room()
         return self._codec_lane
@@ -251,10 +248,8 @@ class Transfers:
         self.expectations.begin_iteration()
         self._leaving_bytes, self._iteration_bytes = leaving_bytes, iteration_bytes
         self._forwards += 1
-        if self._forwards in TRIM_AT:
-            self.trim_pools()
-            if self._overflow_room is not None:
-                self.trim_arena()  # a plan takes no pinned memory for that
+        if self._forwards in TRIM_AT and self._overflow_room is not None:
+            self.trim_arena()  # a plan takes no pinned memory for that
         for lane in (self._lane, self._codec_lane):
             if lane is not None:
                 lane.set_max_leaving_bytes(leaving_bytes)
@@ -293,10 +288,10 @@ class Transfers:
             return 0
         return lane.arena_statistics()["reserved_bytes"]
 
-    def trim_pools(self) -> None:
-        """Give back what nothing uses of a CPU's pools of frames and of decoded storages."""
-        for pool in self._own_pools:
-            pool.trim()
+    def trim_outputs(self) -> None:
+        """Give back what no decoded storage of a CPU uses."""
+        if self._outputs is not None:
+            self._outputs.trim()
 
     def trim_arena(self) -> None:
         """Give back what of that nothing uses, and pinned memory as well."""

@@ -19,6 +19,7 @@ from memswap.engine.units import format_bytes
 from memswap.errors import BudgetError
 from memswap.planning.device import (
     GRANULARITY_BYTES,
+    GROWN_SHARE,
     SPARE_SHARE,
     SPARE_SHARE_OF_CPU,
     DevicePlan,
@@ -29,11 +30,8 @@ from memswap.planning.device import (
 if TYPE_CHECKING:
     from memswap._C import Iteration, WorkspaceRecord
 
-#: When a forward begins, more may be there than when its step was learnt, as a share of the budget,
-#: before it is learnt again. Plans leave that free (`SPARE_SHARE`).
-GROWN_SHARE = 1 / 400
-
-#: The same for less, in so many forwards one after another; each time twice as many.
+#: When a forward begins, less may be there than when its step was learnt, as a share of the budget,
+#: before it is learnt again, in so many forwards one after another; each time twice as many.
 SHRUNK_SHARE, SHRUNK_FORWARDS = 1 / 100, 16
 
 

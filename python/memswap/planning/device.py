@@ -38,9 +38,14 @@ if TYPE_CHECKING:
 #: Allocators of accelerators round up to this.
 GRANULARITY_BYTES = 512
 
-#: What a plan leaves free: what is there when a forward begins may change by so much unnoticed. A
-#: CPU's pages are the system's, and frames take up to a hundredth more of them than is known.
-SPARE_SHARE, SPARE_SHARE_OF_CPU = 1 / 400, 1 / 80
+#: More may be there than when a step was learnt, as a share of the budget, before that changes
+#: anything: when a forward begins, before its step is learnt again; of saved activations, before a
+#: plan is made with frames of the length that they have by now.
+GROWN_SHARE = 1 / 400
+
+#: What a plan leaves free for that. On a CPU frames may grow by as much again from one step to the
+#: next, and the last huge page of theirs is there as a whole.
+SPARE_SHARE, SPARE_SHARE_OF_CPU = GROWN_SHARE, 2 * GROWN_SHARE
 
 #: Shares of the state that are compared, beside none and as much as fits.
 STATE_SHARES = 8
@@ -230,6 +235,13 @@ class DevicePlan(Plan):
     measured_device_bytes: int | None = None
     """The most on the device since this plan is followed, by the device's allocator (of a CPU: the
     process' resident memory); None before its first step."""
+
+    def outgrown_by(self, saved_bytes: int) -> bool:
+        """Whether so many bytes of saved activations at a time are clearly more than planned."""
+        activations = KINDS.index("activations")
+        most = max((amounts[activations] for amounts in self.timeline), default=0)
+        grown = saved_bytes - most * self.in_flight
+        return grown > GROWN_SHARE * self.device_budget_bytes
 
     def summary(self) -> str:
         """What is where at the peak, and what it costs, predicted and measured."""

@@ -335,8 +335,6 @@ class BudgetDirector:
                 "differs. Where what a forward begins with has changed, the step is learnt again; "
                 "manager.plan.measured_device_bytes says how it goes.",
             )
-        for transfers in self._engine.open_transfers():
-            transfers.trim_pools()  # their pages are the process', and no forward begins with them
         step_is_new = device.step_is_new(self._device_plans())
         self._baseline_bytes = device.baseline(self._present_bytes)
         for kind in self._kinds:

@@ -44,7 +44,7 @@ from memswap.planning.checking import (
     recorded_step,
     settled,
 )
-from memswap.planning.device import workspace_of
+from memswap.planning.device import DevicePlan, workspace_of
 from memswap.planning.holding import (
     CAUTION,
     MOST_BACKOFFS,
@@ -210,6 +210,7 @@ class Learner:
             kind.follow(replace(kind.known, room_bytes=iteration.pooled_bytes))
             self.make_room(kind)
             return
+        over = over or outgrown(one)
         lasting = measured.unfit >= 2 and measured.iterations >= REFRAME_AFTER
         if over or lasting:
             self._reframe(kind, one.device)
@@ -666,6 +667,14 @@ def allowed_s(kind: StepKind) -> float:
     """Seconds by which a plan for ``"auto"`` may make a step longer."""
     assert kind.known.in_force is not None
     return AUTO_SLOWDOWN * kind.known.in_force.step.compute_s
+
+
+def outgrown(one: InFlight) -> bool:
+    """Whether frames became so long that a plan for the whole device is no longer exact."""
+    plan = one.plan
+    if not isinstance(plan, DevicePlan) or one.changed:
+        return False
+    return plan.outgrown_by(one.iteration.peak_bytes)
 
 
 def free_bytes(device: torch.device) -> int | None:
