@@ -10,6 +10,7 @@
 
 #include <memory>
 #include <string>
+#include <tuple>
 #include <type_traits>
 #include <utility>
 
@@ -36,75 +37,76 @@ py::object with_attributes(Attributes&&... attributes) {
   return from("types", "SimpleNamespace")(std::forward<Attributes>(attributes)...);
 }
 
-// A caster of structs that Python only reads: `fields_of` makes what it gets.
+// The members of a struct that is a tuple in Python, in their order.
 template <class Struct>
-struct FieldsCaster {
-  static constexpr auto name = py::detail::const_name("object");
+inline constexpr std::tuple<> kMembers;
 
-  static py::handle cast(const Struct& given, py::return_value_policy, py::handle) {
-    return fields_of(given).release();
+template <class Struct>
+concept IsTuple = std::tuple_size_v<std::decay_t<decltype(kMembers<Struct>)>> != 0;
+
+// A struct that Python only reads: `fields_of` makes what it gets.
+template <class Struct>
+concept HasFields = requires(const Struct& given) { fields_of(given); };
+
+// dtype, shape, var_capacity
+template <>
+inline constexpr std::tuple kMembers<FrameOptions>{&FrameOptions::dtype, &FrameOptions::shape,
+                                                   &FrameOptions::var_capacity};
+
+}  // namespace memswap
+
+namespace pybind11::detail {
+
+template <memswap::IsTuple Struct>
+struct type_caster<Struct> {
+  static constexpr auto members = std::apply(
+      []<class... Member>(Member Struct::*...) { return concat(make_caster<Member>::name...); },
+      memswap::kMembers<Struct>);
+  PYBIND11_TYPE_CASTER(Struct, const_name("tuple[") + members + const_name("]"));
+
+  bool load(handle source, bool convert) {
+    return std::apply(
+        [&](auto... of) {
+          if (!isinstance<tuple>(source) || pybind11::len(source) != sizeof...(of)) {
+            return false;
+          }
+          const auto given = reinterpret_borrow<tuple>(source);
+          size_t place = 0;
+          return (load_member(of, given[place++], convert) && ...);
+        },
+        memswap::kMembers<Struct>);
   }
-};
 
-// A caster of structs that are tuples in Python, of all members.
-template <class Struct, auto... members>
-struct TupleCaster {
-  template <auto member>
-  using Member = std::decay_t<decltype(std::declval<Struct&>().*member)>;
-
-  PYBIND11_TYPE_CASTER(Struct,
-                       py::detail::const_name("tuple[") +
-                           py::detail::concat(py::detail::make_caster<Member<members>>::name...) +
-                           py::detail::const_name("]"));
-
-  bool load(py::handle source, bool convert) {
-    return load_from(source, convert, sizeof...(members));
-  }
-
-  static py::handle cast(const Struct& given, py::return_value_policy, py::handle) {
-    return py::make_tuple(given.*members...).release();
-  }
-
- protected:
-  // Of at least so many; those that are left out keep their defaults.
-  bool load_from(py::handle source, bool convert, size_t least) {
-    if (!py::isinstance<py::tuple>(source)) {
-      return false;
-    }
-    const auto given = py::reinterpret_borrow<py::tuple>(source);
-    size_t place = 0;
-    return given.size() >= least && given.size() <= sizeof...(members) &&
-           (load_member<members>(given, place++, convert) && ...);
+  static handle cast(const Struct& given, return_value_policy, handle) {
+    return std::apply([&](auto... of) { return pybind11::make_tuple(given.*of...); },
+                      memswap::kMembers<Struct>)
+        .release();
   }
 
  private:
-  template <auto member>
-  bool load_member(const py::tuple& given, size_t place, bool convert) {
-    py::detail::make_caster<Member<member>> caster;
-    if (place < given.size()) {
-      if (!caster.load(given[place], convert)) {
-        return false;
-      }
-      value.*member = py::detail::cast_op<Member<member>>(std::move(caster));
+  template <class Member>
+  bool load_member(Member Struct::* member, handle given, bool convert) {
+    make_caster<Member> caster;
+    if (!caster.load(given, convert)) {
+      return false;
     }
+    value.*member = cast_op<Member>(std::move(caster));
     return true;
   }
 };
 
-}  // namespace memswap
+template <memswap::HasFields Struct>
+struct type_caster<Struct> {
+  static constexpr auto name = const_name("object");
 
-// (dtype, shape, var_capacity, profile, center), the dtype alone or with what follows it.
-template <>
-struct pybind11::detail::type_caster<memswap::FrameOptions>
-    : memswap::TupleCaster<memswap::FrameOptions, &memswap::FrameOptions::dtype,
-                           &memswap::FrameOptions::shape, &memswap::FrameOptions::var_capacity,
-                           &memswap::FrameOptions::profile, &memswap::FrameOptions::center> {
-  bool load(handle source, bool convert) { return load_from(source, convert, 1); }
+  static handle cast(const Struct& given, return_value_policy, handle) {
+    return fields_of(given).release();
+  }
 };
 
 // A memswap.Action.
 template <>
-struct pybind11::detail::type_caster<memswap::Action> {
+struct type_caster<memswap::Action> {
   PYBIND11_TYPE_CASTER(memswap::Action, const_name("memswap.Action"));
 
   bool load(handle source, bool) {
@@ -123,3 +125,5 @@ struct pybind11::detail::type_caster<memswap::Action> {
  private:
   static object in_module(const char* name) { return memswap::from("memswap.engine.action", name); }
 };
+
+}  // namespace pybind11::detail

@@ -13,18 +13,10 @@
 #include "left_out.h"
 #include "work/stop_at_exit.h"
 
-template <>
-struct py::detail::type_caster<memswap::Encoding>
-    : memswap::TupleCaster<memswap::Encoding, &memswap::Encoding::encoded,
-                           &memswap::Encoding::ticket> {};
-template <>
-struct py::detail::type_caster<memswap::FrameReport> : memswap::FieldsCaster<memswap::FrameReport> {
-};
-template <>
-struct py::detail::type_caster<memswap::Arena::Statistics>
-    : memswap::FieldsCaster<memswap::Arena::Statistics> {};
-
 namespace memswap {
+
+template <>
+inline constexpr std::tuple kMembers<Encoding>{&Encoding::encoded, &Encoding::ticket};
 
 static py::object fields_of(const FrameReport& report) {
   const frame::Header& of = report.header;
@@ -86,8 +78,7 @@ void bind_frames(py::module_& module) {
       "decode_tensor",
       [](const at::Tensor& frame, const std::vector<int64_t>& size, at::ScalarType dtype,
          std::optional<uint8_t> shape) {
-        const auto hint = static_cast<uint8_t>(shape ? 1 + *shape : 0);
-        return decode_tensor(frame, size, dtype, /*check_decode=*/true, hint);
+        return decode_tensor(frame, size, dtype, /*check_decode=*/true, shape);
       },
       "frame"_a, "size"_a, "dtype"_a, "shape"_a = std::nullopt, without_gil());
   module.def("portable_frame", &portable_frame, "frame"_a, without_gil());
@@ -163,11 +154,8 @@ void bind_codec_lanes(py::module_& module) {
                        uint32_t max_processors) {
              const py::gil_scoped_release release;  // it allocates
              return std::make_shared<StreamCodecLane>(
-                 device, StreamCodecLane::Options{.max_leaving_bytes = max_leaving_bytes,
-                                                  .arena_budget = arena_budget,
-                                                  .arena_chunk = arena_chunk,
-                                                  .arena_pool = std::move(arena_pool),
-                                                  .max_processors = max_processors});
+                 device, StreamCodecLane::Options{max_leaving_bytes, arena_budget, arena_chunk,
+                                                  std::move(arena_pool), max_processors});
            }),
            "device"_a, "max_leaving_bytes"_a = 0, "arena_budget"_a = 0,
            "arena_chunk"_a = size_t{16} << 20, "arena_pool"_a = py::none(), "max_processors"_a = 0)

@@ -9,14 +9,10 @@
 #include "engine/saved_tensor.h"
 #include "engine/windows.h"
 
-template <>
-struct py::detail::type_caster<memswap::Counters> : memswap::FieldsCaster<memswap::Counters> {};
-template <>
-struct py::detail::type_caster<memswap::Ledger::Kept>
-    : memswap::TupleCaster<memswap::Ledger::Kept, &memswap::Ledger::Kept::tensors,
-                           &memswap::Ledger::Kept::nbytes> {};
-
 namespace memswap {
+
+template <>
+inline constexpr std::tuple kMembers<Ledger::Kept>{&Ledger::Kept::tensors, &Ledger::Kept::nbytes};
 
 static py::object fields_of(const Counters& all) {
   return with_attributes(
@@ -235,11 +231,7 @@ void bind_engine(py::module_& module) {
   bind_recipes(module);
   py::class_<Lock>(module, "Lock")
       .def(py::init<>())
-      .def("__enter__",
-           [](py::object self) {
-             self.cast<Lock&>().lock();
-             return self;
-           })
+      .def("__enter__", &Lock::lock)
       .def("__exit__", [](Lock& lock, const py::args&) { lock.unlock(); });
   py::native_enum<Schedule>(module, "Schedule", "enum.Enum")
       .value("ITERATIONS", Schedule::kIterations)

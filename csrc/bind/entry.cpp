@@ -10,18 +10,14 @@
 #include "engine/recipes.h"
 #include "engine/recorder.h"
 
-// (unit, ordinal, nbytes, dtype, action, releases, departures, fetches, departs, frame_nbytes)
-template <>
-struct pybind11::detail::type_caster<memswap::Plan::Place>
-    : memswap::TupleCaster<memswap::Plan::Place, &memswap::Plan::Place::unit,
-                           &memswap::Plan::Place::ordinal, &memswap::Plan::Place::nbytes,
-                           &memswap::Plan::Place::dtype, &memswap::Plan::Place::action,
-                           &memswap::Plan::Place::releases, &memswap::Plan::Place::departures,
-                           &memswap::Plan::Place::fetches, &memswap::Plan::Place::departs,
-                           &memswap::Plan::Place::frame_nbytes, &memswap::Plan::Place::for_recipe> {
-};
-
 namespace memswap {
+
+template <>
+inline constexpr std::tuple kMembers<Plan::Place>{
+    &Plan::Place::unit,         &Plan::Place::ordinal,   &Plan::Place::nbytes,
+    &Plan::Place::dtype,        &Plan::Place::action,    &Plan::Place::releases,
+    &Plan::Place::departures,   &Plan::Place::fetches,   &Plan::Place::departs,
+    &Plan::Place::frame_nbytes, &Plan::Place::for_recipe};
 
 namespace {
 
@@ -84,8 +80,6 @@ void bind_iterations(py::module_& module) {
       .def("__len__", [](const Plan& plan) { return plan.places.size(); });
   py::class_<Iteration, IterationPtr>(module, "Iteration")
       .def("entry", &Iteration::entry, "index"_a)
-      .def("was_demanded",
-           [](const Iteration& self, size_t index) { return self.order().was_demanded(index); })
       .def("present_bytes", &Iteration::present_bytes, "granularity"_a)
       .def_property_readonly("sizes", &Iteration::sizes)
       .def_property_readonly("over", &Iteration::over)

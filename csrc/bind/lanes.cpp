@@ -1,6 +1,4 @@
 // Lanes of raw bytes.
-#include <c10/util/Exception.h>
-
 #include <vector>
 
 #include "bind.h"
@@ -23,44 +21,21 @@ TicketPtr send(Lane& lane, StorageRefPtr storage, BlockPtr block, size_t offset,
   return lane.send(std::move(storage), std::move(block), range, std::move(after));
 }
 
-// What a class of Python's overrides, which is all that an engine asks of a lane for one storage.
+// What a class of Python's overrides: what an engine asks of a lane for one storage, and its bound.
 class OverriddenLane final : public LaneAround {
  public:
   using LaneAround::LaneAround;
 
   TicketPtr send(StorageRefPtr storage, BlockPtr block, ByteRange range, Tickets after) override {
-    if (auto own = overridden<TicketPtr>("send", storage, block)) {
-      return std::move(*own);
-    }
+    PYBIND11_OVERRIDE_IMPL(TicketPtr, LaneAround, "send", storage, block);
     return LaneAround::send(std::move(storage), std::move(block), range, std::move(after));
   }
   Fetched fetch(BlockPtr block, Tickets after) override {
-    if (auto own = overridden<Fetched>("fetch", block)) {
-      return std::move(*own);
-    }
+    PYBIND11_OVERRIDE_IMPL(Fetched, LaneAround, "fetch", block);
     return LaneAround::fetch(std::move(block), std::move(after));
   }
   void set_max_leaving_bytes(size_t bytes) override {
-    if (!overridden<py::object>("set_max_leaving_bytes", bytes)) {
-      LaneAround::set_max_leaving_bytes(bytes);
-    }
-  }
-
- private:
-  // What a method of Python's returned; nothing: there is none. Memory that it lacks is what any
-  // lane says of it.
-  template <class Result, class... Arguments>
-  std::optional<Result> overridden(const char* name, const Arguments&... arguments) const {
-    const py::gil_scoped_acquire gil;
-    const py::function own = py::get_override(static_cast<const LaneAround*>(this), name);
-    try {
-      return own ? std::optional(own(arguments...).template cast<Result>()) : std::nullopt;
-    } catch (const py::error_already_set& error) {
-      if (error.matches(from("torch", "OutOfMemoryError"))) {
-        throw c10::OutOfMemoryError({__func__, __FILE__, __LINE__}, error.what());
-      }
-      throw;
-    }
+    PYBIND11_OVERRIDE(void, LaneAround, set_max_leaving_bytes, bytes);
   }
 };
 

@@ -9,21 +9,15 @@
 #include "engine/replay.h"
 #include "engine/workspace.h"
 
-template <>
-struct py::detail::type_caster<memswap::IterationRecord::Copy>
-    : memswap::TupleCaster<memswap::IterationRecord::Copy, &memswap::IterationRecord::Copy::seconds,
-                           &memswap::IterationRecord::Copy::nbytes> {};
-template <>
-struct py::detail::type_caster<memswap::IterationRecord::Region>
-    : memswap::TupleCaster<memswap::IterationRecord::Region,
-                           &memswap::IterationRecord::Region::unit,
-                           &memswap::IterationRecord::Region::inputs,
-                           &memswap::IterationRecord::Region::other_nbytes> {};
-template <>
-struct py::detail::type_caster<memswap::IterationRecord>
-    : memswap::FieldsCaster<memswap::IterationRecord> {};
-
 namespace memswap {
+
+template <>
+inline constexpr std::tuple kMembers<IterationRecord::Copy>{&IterationRecord::Copy::seconds,
+                                                            &IterationRecord::Copy::nbytes};
+template <>
+inline constexpr std::tuple kMembers<IterationRecord::Region>{
+    &IterationRecord::Region::unit, &IterationRecord::Region::inputs,
+    &IterationRecord::Region::other_nbytes};
 
 namespace {
 
@@ -101,6 +95,14 @@ void bind_recorder(py::module_& module) {
       .def("take", &Recorder::take);
 }
 
+// A step whose columns fit together.
+struct CheckedStep : StepRecord {
+  template <class... Columns>
+  explicit CheckedStep(Columns&&... columns) : StepRecord{std::forward<Columns>(columns)...} {
+    check();
+  }
+};
+
 std::map<int32_t, std::vector<int32_t>> by_mark(const std::vector<PlannedEvent>& events) {
   std::map<int32_t, std::vector<int32_t>> storages;
   for (const PlannedEvent& event : events) {
@@ -126,14 +128,14 @@ py::list spans_of(const Replay& found) {
   return spans;
 }
 
-Replay replayed(const StepRecord& step, const MachineRates& rates, const py::bytes& actions,
+Replay replayed(const CheckedStep& step, const MachineRates& rates, const py::bytes& actions,
                 std::optional<int64_t> budget_bytes, bool spans) {
   const std::vector<PlannedAction> chosen = actions_of(actions);
   const py::gil_scoped_release unlocked;
   return replay(step, rates, chosen, budget_bytes.value_or(kNoBudget), spans);
 }
 
-std::pair<py::bytes, Replay> replayed_without_idle(const StepRecord& step,
+std::pair<py::bytes, Replay> replayed_without_idle(const CheckedStep& step,
                                                    const MachineRates& rates,
                                                    const py::bytes& actions,
                                                    std::optional<int64_t> budget_bytes) {
@@ -153,13 +155,12 @@ void bind_replay(py::module_& module) {
   using Seconds = std::vector<double>;
   module.attr("NEVER") = kNever;
   module.attr("NO_RECIPE") = kNoRecipe;
-  py::class_<StepRecord>(module, "StepRecord")
+  py::class_<CheckedStep>(module, "StepRecord")
       .def(py::init<Bytes, Bytes, Bytes, Marks, Marks, Marks, Seconds, Bytes, std::vector<Marks>,
                     std::vector<uint8_t>, Marks, Seconds, Seconds, Bytes>(),
            py::kw_only(), "nbytes"_a, "held_frame_nbytes"_a, "overflow_nbytes"_a, "held_until"_a,
            "last_demand"_a, "gone_after"_a, "recipe_s"_a, "inner_nbytes"_a, "recipe_sources"_a,
-           "for_recipe"_a, "order"_a, "gaps_s"_a, "windows_s"_a, "extra_nbytes"_a)
-      .def("check", &StepRecord::check);
+           "for_recipe"_a, "order"_a, "gaps_s"_a, "windows_s"_a, "extra_nbytes"_a);
   py::class_<MachineRates>(module, "MachineRates")
       .def(py::init<double, double, double, double, double, double, double, double, double, bool>(),
            py::kw_only(), "d2h_bytes_per_s"_a, "h2d_bytes_per_s"_a, "duplex_d2h_bytes_per_s"_a,

@@ -11,12 +11,6 @@
 #include "work/ticket.h"
 #include "work/without_gil.h"
 
-template <>
-struct py::detail::type_caster<memswap::PoolStatistics>
-    : memswap::FieldsCaster<memswap::PoolStatistics> {};
-template <>
-struct py::detail::type_caster<memswap::HostLimits> : memswap::FieldsCaster<memswap::HostLimits> {};
-
 namespace memswap {
 
 static py::object fields_of(const PoolStatistics& all) {

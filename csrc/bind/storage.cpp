@@ -10,15 +10,12 @@
 #include "storage/lend.h"
 #include "storage/saved_view.h"
 
-template <>
-struct py::detail::type_caster<memswap::Holders>
-    : memswap::TupleCaster<memswap::Holders, &memswap::Holders::of_tensor,
-                           &memswap::Holders::of_storage> {};
-template <>
-struct py::detail::type_caster<memswap::Taken>
-    : memswap::TupleCaster<memswap::Taken, &memswap::Taken::bytes, &memswap::Taken::shell> {};
-
 namespace memswap {
+
+template <>
+inline constexpr std::tuple kMembers<Holders>{&Holders::of_tensor, &Holders::of_storage};
+template <>
+inline constexpr std::tuple kMembers<Taken>{&Taken::bytes, &Taken::shell};
 
 namespace {
 

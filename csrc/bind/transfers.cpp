@@ -1,61 +1,40 @@
 // What storages leave by, as what, and what is expected of their frames.
 #include "engine/transfers.h"
 
-#include <tuple>
 #include <utility>
 
 #include "bind.h"
 #include "engine/block_form.h"
 
-template <>
-struct py::detail::type_caster<memswap::Leaving>
-    : memswap::TupleCaster<memswap::Leaving, &memswap::Leaving::away,
-                           &memswap::Leaving::departure> {};
-template <>
-struct py::detail::type_caster<memswap::Returning>
-    : memswap::TupleCaster<memswap::Returning, &memswap::Returning::storage,
-                           &memswap::Returning::arrival> {};
-template <>
-struct py::detail::type_caster<memswap::TensorKey>
-    : memswap::TupleCaster<memswap::TensorKey, &memswap::TensorKey::unit,
-                           &memswap::TensorKey::ordinal, &memswap::TensorKey::nbytes,
-                           &memswap::TensorKey::dtype> {};
-template <>
-struct py::detail::type_caster<memswap::FrameSizes>
-    : memswap::TupleCaster<memswap::FrameSizes, &memswap::FrameSizes::used,
-                           &memswap::FrameSizes::held, &memswap::FrameSizes::overflow> {};
-template <>
-struct py::detail::type_caster<memswap::ExpectationLimits>
-    : memswap::TupleCaster<
-          memswap::ExpectationLimits, &memswap::ExpectationLimits::worth,
-          &memswap::ExpectationLimits::retry_after, &memswap::ExpectationLimits::trial_share,
-          &memswap::ExpectationLimits::margin, &memswap::ExpectationLimits::margin_units> {};
-
 namespace memswap {
+
+template <>
+inline constexpr std::tuple kMembers<Leaving>{&Leaving::away, &Leaving::departure};
+template <>
+inline constexpr std::tuple kMembers<Returning>{&Returning::storage, &Returning::arrival};
+template <>
+inline constexpr std::tuple kMembers<TensorKey>{&TensorKey::unit, &TensorKey::ordinal,
+                                                &TensorKey::nbytes, &TensorKey::dtype};
+template <>
+inline constexpr std::tuple kMembers<FrameSizes>{&FrameSizes::used, &FrameSizes::held,
+                                                 &FrameSizes::overflow};
+template <>
+inline constexpr std::tuple kMembers<ExpectationLimits>{
+    &ExpectationLimits::worth, &ExpectationLimits::retry_after, &ExpectationLimits::trial_share,
+    &ExpectationLimits::margin, &ExpectationLimits::margin_units};
 
 namespace {
 
 // The object of Python's that opens lanes and pools. It owns the transfers, and is not kept alive.
 class PythonOpener final : public Transfers::Opener {
  public:
-  PythonOpener(const py::object& opener, c10::Device device)
-      : opener_(opener), works_ahead_(!device.is_cpu()) {}
+  explicit PythonOpener(const py::object& opener) : opener_(opener) {}
 
   std::shared_ptr<BlockSender> open_blocks() override {
-    using Blocks = std::pair<std::shared_ptr<Lane>, std::shared_ptr<Pool>>;
-    auto [lane, pool] = opener_().attr("open_blocks")().cast<Blocks>();
-    return std::make_shared<BlockSender>(std::move(lane), std::move(pool));
+    return opener_().attr("open_blocks")().cast<std::shared_ptr<BlockSender>>();
   }
   std::shared_ptr<FrameSender> open_frames(Form form) override {
-    using Frames =
-        std::tuple<std::shared_ptr<CodecLane>, std::shared_ptr<Lane>, std::shared_ptr<Pool>>;
-    auto opened = opener_().attr("open_frames")(form).cast<std::optional<Frames>>();
-    if (!opened) {
-      return nullptr;
-    }
-    auto& [codec, lane, pool] = *opened;
-    return std::make_shared<FrameSender>(std::move(codec), works_ahead_, std::move(lane),
-                                         std::move(pool));
+    return opener_().attr("open_frames")(form).cast<std::shared_ptr<FrameSender>>();
   }
   void begin(int64_t leaving_bytes, int64_t nbytes) override {
     opener_().attr("begin_iteration")(leaving_bytes, nbytes);
@@ -63,7 +42,6 @@ class PythonOpener final : public Transfers::Opener {
 
  private:
   const py::weakref opener_;
-  const bool works_ahead_;
 };
 
 }  // namespace
@@ -89,6 +67,12 @@ void bind_transfers(py::module_& module) {
       .value("FRAME", Form::kFrame)
       .value("POOLED_FRAME", Form::kPooledFrame)
       .finalize();
+  py::class_<BlockSender, std::shared_ptr<BlockSender>>(module, "BlockSender")
+      .def(py::init<std::shared_ptr<Lane>, std::shared_ptr<Pool>>(), "lane"_a, "pool"_a);
+  py::class_<FrameSender, std::shared_ptr<FrameSender>>(module, "FrameSender")
+      .def(py::init<std::shared_ptr<CodecLane>, bool, std::shared_ptr<Lane>,
+                    std::shared_ptr<Pool>>(),
+           "lane"_a, "works_ahead"_a, "copies"_a = py::none(), "pool"_a = py::none());
   py::class_<Refused>(module, "Refused")
       .def_readonly("reason", &Refused::reason)
       .def_readonly("why", &Refused::why);
@@ -96,7 +80,7 @@ void bind_transfers(py::module_& module) {
       .def(py::init([](c10::Device device, ExpectationsPtr expectations, const py::object& opener,
                        Action action, Action without_recipe, std::function<bool()> captures) {
              return std::make_shared<Transfers>(
-                 device, std::move(expectations), std::make_unique<PythonOpener>(opener, device),
+                 device, std::move(expectations), std::make_unique<PythonOpener>(opener),
                  Transfers::Policy{action, without_recipe, std::move(captures)});
            }),
            "device"_a, "expectations"_a.none(false), "opener"_a, "action"_a, "without_recipe"_a,

@@ -36,8 +36,8 @@ at::Tensor decode(const at::Tensor& frame, at::IntArrayRef size, at::ScalarType 
   TORCH_CHECK_VALUE(!shape || (*shape >= 0 && *shape <= frame::kLastShape),
                     "memswap::decode: no frame has shape ", *shape, " (docs/format.md section 3)");
   try {
-    return decode_tensor(frame, size, dtype, /*check_decode=*/false,
-                         static_cast<uint8_t>(shape ? 1 + *shape : 0));
+    const auto known = shape ? std::optional(static_cast<uint8_t>(*shape)) : std::nullopt;
+    return decode_tensor(frame, size, dtype, /*check_decode=*/false, known);
   } catch (const DamagedFrameError& fault) {
     TORCH_CHECK(false, "memswap::decode: the frame is damaged: ", fault.what());
   } catch (const std::invalid_argument& error) {

@@ -231,12 +231,12 @@ at::Tensor exact_frame(const at::Tensor& frame) {
 }
 
 at::Tensor decode_tensor(const at::Tensor& given, at::IntArrayRef size, at::ScalarType dtype,
-                         bool check_decode, uint8_t shape_hint) {
-  return decode_with(codec_for(given), given, size, dtype, check_decode, shape_hint);
+                         bool check_decode, std::optional<uint8_t> shape) {
+  return decode_with(codec_for(given), given, size, dtype, check_decode, shape);
 }
 
 at::Tensor decode_with(const memswap_codec& codec, const at::Tensor& given, at::IntArrayRef size,
-                       at::ScalarType dtype, bool check_decode, uint8_t shape_hint) {
+                       at::ScalarType dtype, bool check_decode, std::optional<uint8_t> shape) {
   const c10::DeviceGuard guard(given.device());
   const at::Tensor frame = aligned(given);
   const frame::Dtype code = frame_dtype(dtype);
@@ -259,7 +259,7 @@ at::Tensor decode_with(const memswap_codec& codec, const at::Tensor& given, at::
   job.elements = elements;
   job.dtype = static_cast<uint8_t>(code);
   job.verify = 1;
-  job.shape_hint = shape_hint;
+  job.shape_hint = static_cast<uint8_t>(shape ? 1 + *shape : 0);
   job.status = on_host ? &status : static_cast<uint32_t*>(device_status.mutable_data_ptr());
   // Never null, and never written where there are no elements.
   job.output = job.elements > 0 ? output.mutable_data_ptr() : const_cast<void*>(job.frame);

@@ -4,6 +4,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <optional>
 #include <stdexcept>
 
 #include "frame_plan.h"
@@ -39,12 +40,12 @@ at::Tensor encode_with(const memswap_codec& codec, const at::Tensor& self, int64
 at::Tensor exact_frame(const at::Tensor& frame);
 
 // A contiguous tensor out of a frame on its device. A damaged frame throws DamagedFrameError on a
-// CPU; on any other device only check_decode = true, which waits, can know. `shape_hint`: as
-// memswap_decode_job has it.
+// CPU; on any other device only check_decode = true, which waits, can know. `shape`: the
+// frame's, where it is known, which spares a GPU a launch; a frame of another one may be damaged.
 at::Tensor decode_tensor(const at::Tensor& frame, at::IntArrayRef size, at::ScalarType dtype,
-                         bool check_decode, uint8_t shape_hint = 0);
+                         bool check_decode, std::optional<uint8_t> shape = {});
 at::Tensor decode_with(const memswap_codec& codec, const at::Tensor& frame, at::IntArrayRef size,
-                       at::ScalarType dtype, bool check_decode, uint8_t shape_hint = 0);
+                       at::ScalarType dtype, bool check_decode, std::optional<uint8_t> shape = {});
 
 // The frame in host memory, exact and with positions in the order of tiles (docs/format.md section
 // 1, portable). Waits for the device. Throws DamagedFrameError if the frame contradicts itself.

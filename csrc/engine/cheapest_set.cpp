@@ -197,15 +197,4 @@ int64_t cost_of_calls(const MakingGraph& graph, const Fates& fates) {
   return cost;
 }
 
-int64_t cost_of(const MakingGraph& graph, const Fates& fates) {
-  int64_t cost = cost_of_calls(graph, fates);
-  for (size_t which = 0; which < fates.size(); ++which) {
-    const MakingGraph::Storage& storage = graph.storages[which];
-    if (fates[which] == Fate::kKept && !storage.there) {
-      cost += storage.keep_cost.value_or(FlowNetwork::kUncut);
-    }
-  }
-  return cost;
-}
-
 }  // namespace memswap

@@ -28,9 +28,7 @@ Fates cheapest_set(const MakingGraph& graph, int deepest,
 int longest_row(const MakingGraph& graph, const Fates& fates);
 int64_t widest_row(const MakingGraph& graph, const Fates& fates);
 
-// What a choice costs: bytes that are kept, but for what is there anyway, and calls that are made,
-// once each.
-int64_t cost_of(const MakingGraph& graph, const Fates& fates);
+// What the calls that a choice makes cost, once each.
 int64_t cost_of_calls(const MakingGraph& graph, const Fates& fates);
 
 }  // namespace memswap

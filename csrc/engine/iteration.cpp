@@ -202,10 +202,6 @@ bool Iteration::over() const {
                      [](const std::weak_ptr<Entry>& entry) { return entry.expired(); });
 }
 
-std::optional<int64_t> Iteration::predicted_window_bytes() const {
-  return forecast_ ? std::optional(forecast_->window_bytes) : std::nullopt;
-}
-
 int64_t Iteration::window_bytes() const {
   return forecast_ ? forecast_->window_bytes : own_window_bytes();
 }

@@ -81,7 +81,6 @@ class Iteration : public std::enable_shared_from_this<Iteration> {
 
   // As predicted, for as long as the sizes agree; otherwise as its own storages make it.
   int64_t window_bytes() const;
-  std::optional<int64_t> predicted_window_bytes() const;
   int64_t own_window_bytes() const;
   // The same, whatever operators decodes wait for.
   int64_t least_window_bytes() const;
@@ -90,7 +89,6 @@ class Iteration : public std::enable_shared_from_this<Iteration> {
 
   // What it predicts about the next one.
   Forecast predicts(int64_t window_bytes) const;
-  void follow(std::shared_ptr<const Forecast> forecast) { forecast_ = std::move(forecast); }
 
   // --- under a plan ---
 

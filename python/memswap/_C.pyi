@@ -5,7 +5,6 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, TypeAlias
 
 import torch
-from typing_extensions import Self
 
 from memswap.engine.action import Action
 
@@ -109,6 +108,23 @@ class Form(enum.Enum):
     BLOCK = ...
     FRAME = ...
     POOLED_FRAME = ...
+
+class BlockSender:
+    """Sends storages of one device to a pool (csrc/engine/block_form.h)."""
+
+    def __init__(self, lane: Lane, pool: Pool) -> None: ...
+
+class FrameSender:
+    """Encodes storages of one device, and sends their frames to a pool if there is one
+    (csrc/engine/frame_form.h)."""
+
+    def __init__(
+        self,
+        lane: CodecLane,
+        works_ahead: bool,
+        copies: Lane | None = None,
+        pool: Pool | None = None,
+    ) -> None: ...
 
 class Refused:
     """Why a storage was not sent (csrc/engine/transfers.h)."""
@@ -292,7 +308,6 @@ class Iteration:
     def pooled_bytes(self) -> int: ...
     def present_bytes(self, granularity: int) -> int: ...
     def entry(self, index: int) -> Entry | None: ...
-    def was_demanded(self, index: int) -> bool: ...
     @property
     def over(self) -> bool: ...
     @property
@@ -358,7 +373,7 @@ class Timeline:
     def begin(self) -> Iteration: ...
 
 class Lock:
-    def __enter__(self) -> Self: ...
+    def __enter__(self) -> None: ...
     def __exit__(self, *exception: object) -> None: ...
 
 class Engine:
@@ -506,7 +521,6 @@ class StepRecord:
         windows_s: Sequence[float],
         extra_nbytes: Sequence[int],
     ) -> None: ...
-    def check(self) -> None: ...
 
 class MachineRates:
     """How fast a machine copies, encodes and decodes: memswap.Rates."""
@@ -751,13 +765,8 @@ def numa_node_of_pci(address: str, root: str = "/") -> int | None: ...
 # dtype, shape and mode are the codes of docs/format.md sections 2 and 3 (memswap.codec has names
 # for them); a unit is 8 bytes.
 
-#: dtype, shape (None: by a sample, in host memory), var_capacity in units (None, or left out: the
-#: worst case), profile and center (0 where they are left out)
-FrameOptions: TypeAlias = (
-    tuple[int, int | None]
-    | tuple[int, int | None, int | None]
-    | tuple[int, int | None, int | None, int, int]
-)
+#: dtype, shape (None: by a sample, in host memory), var_capacity in units (None: the worst case)
+FrameOptions: TypeAlias = tuple[int, int | None, int | None]
 
 class FrameLayout:
     """Sizes of a frame, known before anything is encoded."""

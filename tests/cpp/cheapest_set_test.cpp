@@ -18,6 +18,18 @@ namespace {
 
 constexpr auto kNever = std::numeric_limits<int64_t>::max();
 
+// What a choice costs: calls that are made, and bytes that are kept, but for what is there anyway.
+int64_t cost_of(const MakingGraph& graph, const Fates& fates) {
+  int64_t cost = cost_of_calls(graph, fates);
+  for (size_t which = 0; which < fates.size(); ++which) {
+    const MakingGraph::Storage& storage = graph.storages[which];
+    if (fates[which] == Fate::kKept && !storage.there) {
+      cost += storage.keep_cost.value_or(FlowNetwork::kUncut);
+    }
+  }
+  return cost;
+}
+
 TEST(FlowNetwork, TheGreatestFlowIsTheLeastCapacityThatPartsTwoNodes) {
   FlowNetwork network(6);  // two ways that meet
   network.add_edge(0, 1, 10);

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -116,3 +117,18 @@ def train(
         assert numbers.away_bytes > 0, "nothing is away: the test shows nothing"
         assert numbers.chunks != 1, "all parameters went in one chunk: the test shows little"
     return found
+
+
+@functools.cache
+def plain_training(
+    device: torch.device,
+    name: str,
+    form: str = "single",
+    *,
+    around: Callable[[nn.Module, Optimizer, int], None] | None = None,
+    steps: int = 20,
+    capturable: bool = False,
+) -> list[torch.Tensor]:
+    """What `train` gives without memswap: the same under every schedule, so once for them all."""
+    make = maker(name, form, **({"capturable": True} if capturable else {}))
+    return train(device, make, managed=False, around=around, steps=steps)

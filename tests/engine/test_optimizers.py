@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import inspect
 import pickle
@@ -26,6 +27,7 @@ from optimizer_helpers import (
     maker,
     manage,
     new_model,
+    plain_training,
     state_bits,
     train,
 )
@@ -55,8 +57,7 @@ def test_every_optimizer_steps_as_without(device, new_pool, name, form):
         pytest.skip("torch has fused steps for CPU and CUDA")
     if (name, form, device.type) == ("Adagrad", "fused", "cuda"):
         pytest.skip("torch has a fused step of Adagrad for CPUs alone")
-    make = maker(name, form)
-    plain = train(device, make, managed=False)
+    make, plain = maker(name, form), plain_training(device, name, form)
     pool = new_pool()
     room = 3 * 200 if name == "Adafactor" else ROOM  # its state is a row and a column
     assert_same(train(device, make, pool, managed=True, room=room), plain)
@@ -78,8 +79,7 @@ def test_all_optimizers_of_torch_are_tried_or_known_to_need_all():
 
 
 def test_every_away_form(device, new_pool, action, every_tensor_is_encoded):
-    make = maker("AdamW", "foreach")
-    plain = train(device, make, managed=False)
+    make, plain = maker("AdamW", "foreach"), plain_training(device, "AdamW", "foreach")
     pool = new_pool()
     assert_same(train(device, make, pool, managed=True, action=action), plain)
     gc.collect()
@@ -259,8 +259,8 @@ AROUND = [schedulers, accumulation, some_without_gradient, closures, more_groups
 @pytest.mark.parametrize("form", ["single", "foreach"])
 @pytest.mark.parametrize("around", AROUND, ids=lambda one: one.__name__)
 def test_what_stands_around_a_step(device, new_pool, around, form):
+    plain = plain_training(device, "AdamW", form, around=around)
     make = maker("AdamW", form)
-    plain = train(device, make, managed=False, around=around)
     assert_same(train(device, make, new_pool(), managed=True, around=around), plain)
 
 
@@ -301,8 +301,10 @@ class AllAtOnce:
         self.scheduler.step()
 
 
-def all_at_once(device: Any, make: Any, pool: Any, scales: bool, **options: Any) -> Any:
+def all_at_once(device: Any, name: str, form: str, pool: Any, **options: Any) -> Any:
     """Two groups, one that is added, a checkpoint that is loaded, and a pickle that goes on."""
+    make = maker(name, form)
+    scales = name != "Rprop"  # whose state has the gradient's sign: nothing to scale
 
     def made(model: nn.Module) -> Any:
         first, *rest = model.parameters()
@@ -334,6 +336,12 @@ def all_at_once(device: Any, make: Any, pool: Any, scales: bool, **options: Any)
     return state_bits(optimizer, model), around.seen
 
 
+@functools.cache
+def plain_all_at_once(device: Any, name: str, form: str) -> Any:
+    """The same without memswap, once for all schedules."""
+    return all_at_once(device, name, form, None)
+
+
 # The steps themselves are proven under all schedules above.
 @pytest.mark.few_schedules
 @pytest.mark.parametrize(("name", "form"), FORMS)
@@ -342,11 +350,9 @@ def test_everything_around_the_steps_of_every_optimizer(device, new_pool, name, 
         pytest.skip("torch has fused steps for CPU and CUDA")
     if name in ("Adafactor", "Adagrad") and torch.__version__ < "2.13":
         pytest.skip("torch's own step fails: on CUDA, and after a group is added")
-    make = maker(name, form)
     room = 3 * 200 if name == "Adafactor" else ROOM
-    scales = name != "Rprop"  # whose state has the gradient's sign: nothing to scale
-    plain, seen = all_at_once(device, make, None, scales)
-    found, ours = all_at_once(device, make, new_pool(), scales, room=room)
+    plain, seen = plain_all_at_once(device, name, form)
+    found, ours = all_at_once(device, name, form, new_pool(), room=room)
     assert_same(found, plain)
     assert ours == seen and len(seen) >= 2 * 19
 
@@ -483,7 +489,7 @@ def test_capturable_counters_on_the_device(device, new_pool, name, form):
         pytest.skip("torch has fused steps for CPU and CUDA")
     make = maker(name, form, capturable=True)
     try:
-        plain = train(device, make, managed=False, steps=5)
+        plain = plain_training(device, name, form, steps=5, capturable=True)
     except AssertionError as error:
         pytest.skip(f"torch: {error}")
     assert_same(train(device, make, new_pool(), managed=True, steps=5), plain)

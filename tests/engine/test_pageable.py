@@ -22,7 +22,7 @@ from helpers import (
     random,
     same_bits,
 )
-from optimizer_helpers import assert_same, maker, train
+from optimizer_helpers import assert_same, maker, plain_training, train
 
 import memswap
 
@@ -93,8 +93,7 @@ def test_gradients_by_way_of_ordinary_memory(
 
 @pytest.mark.parametrize("form", ["single", "foreach"])
 def test_optimizer_state_by_way_of_ordinary_memory(device, faults, form):
-    make = maker("AdamW", form)
-    plain = train(device, make, managed=False)
+    make, plain = maker("AdamW", form), plain_training(device, "AdamW", form)
     pool = new_pool(device)
     with faults.pinned_budget(0):
         with pytest.warns(UserWarning, match="manage_optimizer: no more host memory could be"):

@@ -32,6 +32,7 @@ from optimizer_helpers import (
     maker,
     manage,
     new_model,
+    plain_training,
     state_bits,
     train,
 )
@@ -103,8 +104,7 @@ def test_gradients_by_way_of_a_file(device, new_pool, action, every_tensor_is_en
 @pytest.mark.parametrize("form", ["single", "foreach"])
 def test_optimizer_state_by_way_of_a_file(device, new_pool, form, room):
     pool = new_pool()
-    make = maker("AdamW", form)
-    plain = train(device, make, managed=False)
+    make, plain = maker("AdamW", form), plain_training(device, "AdamW", form)
     assert_same(train(device, make, pool, managed=True, room=room), plain)
     gc.collect()
     assert_pool_empty(pool)

@@ -58,7 +58,7 @@ def test_an_encode_without_room_in_the_arena_is_refused_and_nothing_starts() -> 
     assert machine.lane.encode(native.StorageRef(tensor), (BF16, DENSE, TIGHT)) is None
     assert "no room for the worst case" in machine.lane.last_refusal
     assert _C.counters()["enqueued"] == before
-    assert machine.lane.encode(native.StorageRef(tensor), (BF16, DENSE)) is not None, (
+    assert machine.lane.encode(native.StorageRef(tensor), (BF16, DENSE, None)) is not None, (
         "a frame with room for its own worst case needs no arena"
     )
     machine.lane.settle()
@@ -356,7 +356,7 @@ def test_without_pinned_memory_an_encode_is_refused() -> None:
     tensor = values(0).to(DEVICE)
     torch.accelerator.synchronize()
     _C.set_pinned_budget(0)
-    assert machine.lane.encode(native.StorageRef(tensor), (BF16, DENSE)) is None
+    assert machine.lane.encode(native.StorageRef(tensor), (BF16, DENSE, None)) is None
     assert "no pinned memory" in machine.lane.last_refusal
 
 
@@ -365,5 +365,5 @@ def test_without_device_memory_an_encode_is_refused() -> None:
     tensor = values(0).to(DEVICE)
     torch.accelerator.synchronize()
     _C.set_capacity(DEVICE.index, _C.memory_stats(DEVICE.index)["reserved"])
-    assert machine.lane.encode(native.StorageRef(tensor), (BF16, DENSE)) is None
+    assert machine.lane.encode(native.StorageRef(tensor), (BF16, DENSE, None)) is None
     assert "no memory for a frame" in machine.lane.last_refusal

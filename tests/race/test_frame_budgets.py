@@ -19,6 +19,7 @@ from torch import nn
 
 import memswap
 from memswap import Action, Rates
+from memswap._native import native
 from memswap.engine import transfers
 from memswap.planning import kinds, learner, native_plan
 from memswap.planning.director import BudgetDirector
@@ -204,7 +205,7 @@ def broken(name: str) -> contextlib.AbstractContextManager[None]:
             patch.setattr(
                 transfers.Transfers,
                 "open_blocks",
-                lambda own: (own.lane, full.native),
+                lambda own: native.BlockSender(own.lane, full.native),
             )
         elif name == "nobody waits for a frame to leave":
             patch.setattr(native_plan, "departs", lambda planned: False)

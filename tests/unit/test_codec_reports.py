@@ -50,7 +50,7 @@ BF16, DENSE = 1, 0
 lane = native.StreamCodecLane(device, max_leaving_bytes=0, arena_budget=1 << 20)
 other = native.StreamCodecLane(device, max_leaving_bytes=0, arena_budget=1 << 20)
 tensor = torch.randn(50000).bfloat16().to(device)
-encoded, ticket = lane.encode(native.StorageRef(tensor), (BF16, DENSE))
+encoded, ticket = lane.encode(native.StorageRef(tensor), (BF16, DENSE, None))
 ticket.wait()
 torch.accelerator.synchronize()
 report = encoded.report()
@@ -82,7 +82,7 @@ for schedule in SCHEDULES:
         lane = native.StreamCodecLane(device, max_leaving_bytes=0, arena_budget=1 << 20)
         for seed in range(3):
             tensor = torch.randn(50000).bfloat16().to(device)
-            encoded, ticket = lane.encode(native.StorageRef(tensor), (1, 0))
+            encoded, ticket = lane.encode(native.StorageRef(tensor), (1, 0, None))
             early = encoded.report()
             ticket.wait()
             torch.accelerator.synchronize()

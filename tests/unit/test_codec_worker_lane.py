@@ -130,7 +130,7 @@ def test_what_is_encoded_is_let_go_of_and_outputs_use_memory_again() -> None:
     tensor = values(0)
     view, storage = native.capture(tensor), native.StorageRef(tensor)
     identity = native.WeakStorage(storage)
-    encoded, ticket = machine.lane.encode(storage, (BF16, DENSE))
+    encoded, ticket = machine.lane.encode(storage, (BF16, DENSE, None))
     del storage
     kept = tensor.clone()
     del tensor
@@ -164,7 +164,7 @@ def test_where_the_pool_of_outputs_is_full_the_system_has_memory() -> None:
     pool = new_pool()
     lane = native.WorkerCodecLane(1, pool.native, new_pool("64KiB").native)
     tensor = values(0)
-    encoded, _ = lane.encode(native.StorageRef(tensor), (BF16, DENSE))
+    encoded, _ = lane.encode(native.StorageRef(tensor), (BF16, DENSE, None))
     storage, arrival = lane.decode(encoded)
     arrival.wait()
     assert same(native.capture(tensor).rebuild(storage, False), tensor)
@@ -173,7 +173,7 @@ def test_where_the_pool_of_outputs_is_full_the_system_has_memory() -> None:
 def test_a_full_pool_refuses_and_nothing_is_started() -> None:
     machine = Machine(budget="64KiB")
     tensor = values(0)
-    assert machine.lane.encode(native.StorageRef(tensor), (BF16, DENSE)) is None
+    assert machine.lane.encode(native.StorageRef(tensor), (BF16, DENSE, None)) is None
     assert "the budget of 65536 bytes is spent" in machine.lane.last_refusal
     assert machine.lane.leaving_bytes() == 0
 
@@ -181,9 +181,9 @@ def test_a_full_pool_refuses_and_nothing_is_started() -> None:
 def test_what_cannot_be_encoded_so_is_refused_in_words() -> None:
     machine = Machine()
     storage = native.StorageRef(torch.zeros(7, dtype=torch.uint8))
-    assert machine.lane.encode(storage, (BF16, DENSE)) is None
+    assert machine.lane.encode(storage, (BF16, DENSE, None)) is None
     assert "no aligned array of elements of 2 bytes" in machine.lane.last_refusal
-    assert machine.lane.encode(storage, (14, DENSE)) is None
+    assert machine.lane.encode(storage, (14, DENSE, None)) is None
     assert "dtype 14 and shape 0" in machine.lane.last_refusal
 
 
@@ -224,7 +224,7 @@ def test_a_frame_goes_to_a_file_and_comes_back(tmp_path: Path) -> None:
     machine, disk = Machine(), memswap.DiskPool(tmp_path, budget="16MiB")
     tensor = values(0)
     encoded, ticket = machine.lane.encode_to(
-        native.StorageRef(tensor), (BF16, DENSE), None, disk.native
+        native.StorageRef(tensor), (BF16, DENSE, None), None, disk.native
     )
     ticket.wait()
     assert encoded.swapped and encoded.nbytes == encoded.report().frame_nbytes
@@ -238,7 +238,7 @@ def test_a_frame_goes_to_a_file_and_comes_back(tmp_path: Path) -> None:
 def test_a_full_file_gives_the_original_back(tmp_path: Path) -> None:
     machine, disk = Machine(), memswap.DiskPool(tmp_path, budget="8KiB", extent="4KiB")
     storage = native.StorageRef(values(0))
-    _, ticket = machine.lane.encode_to(storage, (BF16, DENSE), None, disk.native)
+    _, ticket = machine.lane.encode_to(storage, (BF16, DENSE, None), None, disk.native)
     with pytest.raises(native.TransferError, match="no room for a frame"):
         ticket.wait()
     assert ticket.failed() and ticket.storage() is not None

@@ -63,9 +63,9 @@ def test_every_cuda_source_belongs_to_a_target() -> None:
         assert source.name in listed, f"{source.name} is never compiled"
 
 
-def measured(resources: ModuleType) -> dict[str, dict[str, dict[str, int]]]:
-    """What nvcc makes of the kernels. It takes a minute: kept beside the build, and asked for anew
-    when a source, a flag or nvcc is another one."""
+def measured(resources: ModuleType, architecture: str) -> dict[str, dict[str, dict[str, int]]]:
+    """What nvcc makes of the kernels. It takes half a minute: kept beside the build, and asked for
+    anew when a source, a flag or nvcc is another one."""
     digest = hashlib.sha256()
     version = subprocess.run(["nvcc", "--version"], capture_output=True, check=True).stdout
     flags = [f"{name}={value}" for name, value in os.environ.items() if name.startswith("NVCC_")]
@@ -74,17 +74,27 @@ def measured(resources: ModuleType) -> dict[str, dict[str, dict[str, int]]]:
     for path in sorted([*(kernels / "cuda").iterdir(), *(kernels / "include").rglob("*")]):
         if path.is_file() and path.suffix != ".json":
             digest.update(repr((path.relative_to(kernels).as_posix(), path.read_bytes())).encode())
-    kept = BUILD / "cuda_resources" / f"{digest.hexdigest()}.json"
+    kept = BUILD / "cuda_resources" / f"{architecture}-{digest.hexdigest()}.json"
     if not kept.exists():
         kept.parent.mkdir(parents=True, exist_ok=True)
         written = kept.with_suffix(f".{os.getpid()}")
-        written.write_text(json.dumps(resources.measure()), encoding="utf-8")
+        written.write_text(json.dumps(resources.measure((architecture,))), encoding="utf-8")
         written.replace(kept)
     return json.loads(kept.read_text(encoding="utf-8"))
 
 
 @pytest.mark.timeout(900)
-def test_codec_kernels_take_no_more_registers_and_instructions_than_they_did() -> None:
+@pytest.mark.parametrize(
+    "architecture",
+    [
+        pytest.param("sm_80", marks=pytest.mark.slow),
+        "sm_90",
+        pytest.param("sm_100", marks=pytest.mark.slow),
+    ],
+)
+def test_codec_kernels_take_no_more_registers_and_instructions_than_they_did(
+    architecture: str,
+) -> None:
     if shutil.which("nvcc") is None:
         pytest.skip("nvcc is not on PATH, so CUDA sources cannot be compiled")
     path = ROOT / "kernels/cuda/resources.py"
@@ -93,6 +103,7 @@ def test_codec_kernels_take_no_more_registers_and_instructions_than_they_did() -
     resources = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(resources)
     baseline = json.loads(resources.BASELINE.read_text(encoding="utf-8"))
-    found = resources.regressions(measured(resources), baseline)
+    assert architecture in resources.ARCHITECTURES and set(baseline) == set(resources.ARCHITECTURES)
+    found = resources.regressions(measured(resources, architecture), baseline)
     said = "\n".join(found)
     assert not found, f"{said}\nif this is meant: python kernels/cuda/resources.py --update"

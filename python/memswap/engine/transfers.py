@@ -165,19 +165,17 @@ class Transfers:
             captures=torch.cuda.is_current_stream_capturing if self.captures else None,
         )
 
-    def open_blocks(self) -> tuple[Lane, native.Pool]:
+    def open_blocks(self) -> native.BlockSender:
         """What sends storages as raw bytes: asked for when the first one leaves."""
-        return self.lane, self.pool.native
+        return native.BlockSender(self.lane, self.pool.native)
 
-    def open_frames(
-        self, form: native.Form
-    ) -> tuple[CodecLane, Lane | None, native.Pool | None] | None:
+    def open_frames(self, form: native.Form) -> native.FrameSender | None:
         """The same for frames, of each form; None where no codec serves the device."""
         if native.codec_name(self.device) is None:
             return None
         if form is native.Form.FRAME:
-            return self.codec_lane, None, None
-        return self.codec_lane, self.lane, self.pool.native
+            return native.FrameSender(self.codec_lane, self.works_ahead)
+        return native.FrameSender(self.codec_lane, self.works_ahead, self.lane, self.pool.native)
 
     @property
     def pool(self) -> Pool:

@@ -300,7 +300,7 @@ def measure_codec(device: torch.device, most: int) -> dict[str, float]:
             made: list[Any] = []
 
             def encode(made: list[Any] = made) -> None:
-                made.append(lane.encode(storage, (code, Shape.DENSE)))
+                made.append(lane.encode(storage, (code, Shape.DENSE, None)))
                 made[0][1].wait()
 
             def decode(made: list[Any] = made) -> None:

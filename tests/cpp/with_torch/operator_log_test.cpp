@@ -1,8 +1,18 @@
 // Which operator made which storage.
 #include "engine/operator_log.h"
 
-#include <ATen/ATen.h>
 #include <ATen/autocast_mode.h>
+#include <ATen/ops/add.h>
+#include <ATen/ops/bernoulli.h>
+#include <ATen/ops/cat.h>
+#include <ATen/ops/dropout.h>
+#include <ATen/ops/exp.h>
+#include <ATen/ops/mm.h>
+#include <ATen/ops/mse_loss.h>
+#include <ATen/ops/ones.h>
+#include <ATen/ops/rand.h>
+#include <ATen/ops/silu.h>
+#include <ATen/ops/square.h>
 #include <gtest/gtest.h>
 
 #include <stdexcept>

@@ -1,6 +1,10 @@
 // What recipes are safe by, each broken on purpose: without it the bytes would be other ones, and
 // the test that a whole part passes says so.
-#include <ATen/ATen.h>
+#include <ATen/ops/add.h>
+#include <ATen/ops/full.h>
+#include <ATen/ops/mm.h>
+#include <ATen/ops/randn.h>
+#include <ATen/ops/silu.h>
 #include <gtest/gtest.h>
 
 #include <cstdint>

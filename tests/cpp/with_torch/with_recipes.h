@@ -1,7 +1,7 @@
 // What tests of recipes share: an engine that keeps tensors, and recipes of it.
 #pragma once
 
-#include <ATen/ATen.h>
+#include <ATen/ops/randn.h>
 #include <gtest/gtest.h>
 
 #include <cstdint>
