@@ -52,12 +52,19 @@ inline bool any(Mask mask) { return mask != 0; }
 // A bit for each lane, and back.
 inline void store_mask(uint8_t* to, Mask mask) { store_as(to, mask); }
 inline Mask load_mask(const uint8_t* from) { return load_as<Mask>(from); }
-inline Lanes load_lanes(const uint8_t* from) {
-  const __m256i all = _mm256_set1_epi32(static_cast<int>(load_as<uint32_t>(from)));
+inline Lanes lanes_of(Mask mask) {
+  const __m256i all = _mm256_set1_epi32(static_cast<int>(mask));
   const Vector spread = vector(_mm256_shuffle_epi8(
       all, _mm256_setr_epi64x(0, 0x0101010101010101, 0x0202020202020202, 0x0303030303030303)));
   const Vector bit = load(kLaneNumbers.bit);
   return equal(spread & bit, bit);
+}
+inline Lanes load_lanes(const uint8_t* from) { return lanes_of(load_mask(from)); }
+
+// The bits of a stream from bit `at` on, in the chosen lanes.
+inline Lanes spread_bits(const uint8_t* stream, uint32_t at, Lanes chosen) {
+  const auto bits = static_cast<uint32_t>(load_as<uint64_t>(stream + at / 8) >> at % 8);
+  return lanes_of(_pdep_u32(bits, mask_of(chosen)));
 }
 
 // By lane, entry `index`, below 16, of the table, which is there twice.
@@ -143,12 +150,6 @@ struct LaneCounts {
                                         load_as<__m128i>(from + counts.first), 1));
 }
 
-// In each half, lanes go kBy up, and the first ones are 0.
-template <int kBy>
-inline Vector move_up(Vector value) {
-  return vector(_mm256_slli_si256(native(value), kBy));
-}
-
 // Sums over lanes, of bytes of up to 64 vectors.
 using Sums = Words64;
 inline Sums add_bytes(Sums sums, Vector bytes) {
@@ -187,10 +188,15 @@ inline void store_symbols4(uint8_t* stream, Vector symbols) {
   store_as(stream, _mm_packus_epi16(low_half(bytes), high_half(bytes)));
 }
 inline Vector load_symbols2(const uint8_t* stream) {
-  using Words = Elements<uint32_t>::Vector;
-  const auto bytes = reinterpret_cast<Words>(
-      _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(stream))));
-  return reinterpret_cast<Vector>(bytes | bytes << 6 | bytes << 12 | bytes << 18) & 3;
+  // Each byte in 4 lanes, in the latter two from its bit 4 on. What is left of it, the lowest two
+  // bits or those above them, is looked up.
+  alignas(16) static constexpr uint8_t kSymbol[16] = {0, 1, 2, 3, 1, 0, 0, 0, 2, 0, 0, 0, 3};
+  const __m256i all = _mm256_set1_epi64x(load_as<int64_t>(stream));
+  const __m256i spread =
+      _mm256_shuffle_epi8(all, _mm256_setr_epi64x(0x0101010100000000, 0x0303030302020202,
+                                                  0x0505050504040404, 0x0707070706060606));
+  const Vector mixed = vector(_mm256_blend_epi16(spread, _mm256_srli_epi16(spread, 4), 0xaa));
+  return look_up(repeat16(kSymbol), mixed & vector(_mm256_set1_epi16(0x0c03)));
 }
 inline Vector load_symbols4(const uint8_t* stream) {
   using Words = Elements<uint16_t>::Vector;

@@ -42,6 +42,9 @@ inline Lanes has_none_of(Vector value) {
 inline Vector only(Lanes lanes, Vector value) {
   return vector(_mm512_maskz_mov_epi8(lanes, native(value)));
 }
+inline Vector increment(Vector value, Lanes lanes) {
+  return vector(_mm512_mask_add_epi8(native(value), lanes, native(value), _mm512_set1_epi8(1)));
+}
 template <uint32_t kBit>
 inline Vector set_bit(Vector value, Lanes lanes) {
   const __m512i bit = _mm512_set1_epi8(static_cast<char>(1u << kBit));
@@ -56,6 +59,15 @@ inline Mask mask_of_bit(Vector value) {
 }
 inline uint32_t count_of(Mask mask) { return static_cast<uint32_t>(_mm_popcnt_u64(mask)); }
 inline bool any(Mask mask) { return mask != 0; }
+
+class LaneCounter {
+ public:
+  void add(Lanes lanes) { count_ += count_of(lanes); }
+  uint32_t total() const { return count_; }
+
+ private:
+  uint32_t count_ = 0;
+};
 
 inline void store_mask(uint8_t* to, Mask mask) { store_as(to, mask); }
 inline Mask load_mask(const uint8_t* from) { return load_as<Mask>(from); }
@@ -97,6 +109,11 @@ inline Vector rest_of_byte(Vector element) {
 template <uint32_t kBits, uint32_t kAt>
 inline Vector rest_in_byte(Vector rest) {
   return map_bits<(matrix_of(kAt, 7, 1) | matrix_of(kAt + 1, 0, kBits - 1))>(rest);
+}
+
+template <uint32_t kAt>
+inline Vector rest3_in_byte(Vector low, Lanes high) {
+  return set_bit<1>(rest_in_byte<2, kAt>(low), high);
 }
 
 template <uint32_t kWidth>
@@ -276,6 +293,15 @@ class Expansion {
  private:
   Lanes chosen_;
 };
+
+// The bits of a stream from bit `at` on, in the chosen lanes. The two loads agree in the bits that
+// both have: no branch asks whether `at` begins a byte.
+inline Lanes spread_bits(const uint8_t* stream, uint32_t at, Lanes chosen) {
+  const uint8_t* from = stream + at / 8;
+  const uint64_t bits = load_as<uint64_t>(from) >> (at % 8) | load_as<uint64_t>(from + 1)
+                                                                  << (8 - at % 8);
+  return _pdep_u64(bits, chosen);
+}
 
 inline void copy_around_caches(void* to, const void* from, size_t bytes) {
   auto* out = static_cast<uint8_t*>(to);

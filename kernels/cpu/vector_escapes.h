@@ -110,9 +110,9 @@ inline const uint8_t* decode_nibbles(const NibbleCode& code, const uint8_t* in, 
   for (uint32_t i = 0; i < count; i += kLanes) {
     const Vector nibble = load_symbols4(in + i / 2);
     Vector symbol = look_up(table, nibble);
-    const Lanes escaped = equal(nibble, broadcast(15)) & first_lanes(count - i);
+    const Lanes escaped = equal(nibble, broadcast(15));
     if (any(mask_of(escaped))) {
-      const Expansion bytes(escaped);
+      const Expansion bytes(escaped & first_lanes(count - i));
       if (bytes.count() > static_cast<size_t>(end - raw)) {
         return nullptr;
       }
@@ -155,13 +155,22 @@ inline const uint8_t* decode_escapes2(const uint8_t* in, const uint8_t* end, uin
   alignas(16) static constexpr uint8_t kCoded[16] = {255, 255, 255};
   const Vector table = Place::of((broadcast(center) - repeat16(kValue)) & repeat16(kCoded));
   Lanes deeper[kVectors];
-  uint32_t deeper_count = 0;
-  for (uint32_t i = 0; i < count; i += kLanes) {
+  LaneCounter deeper_lanes;
+  const auto read = [&](uint32_t i) {
     const Vector index = load_symbols2(in + i / 4);
-    deeper[i / kLanes] = equal(index, broadcast(3)) & first_lanes(count - i);
-    deeper_count += count_of(mask_of(deeper[i / kLanes]));
     store(symbols.byte + i, look_up(table, index));
+    return equal(index, broadcast(3));
+  };
+  uint32_t i = 0;
+  for (; i + kLanes < count; i += kLanes) {
+    deeper[i / kLanes] = read(i);
+    deeper_lanes.add(deeper[i / kLanes]);
   }
+  if (count != 0) {
+    deeper[i / kLanes] = read(i) & first_lanes(count - i);
+    deeper_lanes.add(deeper[i / kLanes]);
+  }
+  const uint32_t deeper_count = deeper_lanes.total();
   if (deeper_count == 0) {
     return second;
   }
@@ -172,9 +181,9 @@ inline const uint8_t* decode_escapes2(const uint8_t* in, const uint8_t* end, uin
     return nullptr;
   }
   const uint8_t* next = deeper_symbols.byte;
-  for (uint32_t i = 0; i < count; i += kLanes) {
-    const Expansion expansion(deeper[i / kLanes]);
-    store(symbols.byte + i, expansion.take_over(load(symbols.byte + i), next));
+  for (uint32_t j = 0; j < count; j += kLanes) {
+    const Expansion expansion(deeper[j / kLanes]);
+    store(symbols.byte + j, expansion.take_over(load(symbols.byte + j), next));
   }
   return last;
 }

@@ -22,6 +22,16 @@ inline Sums add_zero_fields2(Sums sums, Vector fields) {
   return add_bytes(sums, look_up(table, fields & 15) + look_up(table, move_bits<4, 0, 4>(fields)));
 }
 
+// How many lanes are chosen, of up to 255 sets.
+class LaneCounter {
+ public:
+  void add(Lanes lanes) { counts_ -= lanes; }
+  uint32_t total() const { return sum_of(counts_); }
+
+ private:
+  Vector counts_{};
+};
+
 // See [Note: tables of symbols].
 inline constexpr uint32_t kTableSymbols = 16;
 inline Vector look_up_symbols(Vector table, Vector symbols) { return look_up(table, symbols); }
@@ -38,6 +48,13 @@ inline Vector rest_in_byte(Vector rest) {
   alignas(16) static constexpr uint8_t kInByte[16] = {0, 0x80, 1, 0x81, 2, 0x82, 3, 0x83,
                                                       4, 0x84, 5, 0x85, 6, 0x86, 7, 0x87};
   return look_up(repeat16(kInByte), move_bits<kAt, 0, kBits>(rest));
+}
+// The same of 3 bits, of which the highest is set in the lanes `high`, and the others are at kAt.
+template <uint32_t kAt>
+inline Vector rest3_in_byte(Vector low, Lanes high) {
+  alignas(16) static constexpr uint8_t kInByte[16] = {0, 2, 0, 0, 0x80, 0x82, 0,
+                                                      0, 1, 3, 0, 0,    0x81, 0x83};
+  return look_up(repeat16(kInByte), increment(move_bits<kAt, 2, 2>(low), high));
 }
 
 // Which byte of a row each chosen lane has; the row is given last, as planes of a block share it.
@@ -63,20 +80,39 @@ class Expansion {
   uint32_t count() const { return counts_.all; }
 
  private:
-  // Sums over a half, from its first lane to each: so many lanes are chosen up to it, and a chosen
-  // lane adds 255, which is -1. In lanes that are not chosen, a look-up finds nothing.
+  // Sums over a half, from its first lane to each: so many lanes are chosen up to it. A product
+  // with 0x01010101 is the sums over 4 lanes of 1 or 0. A chosen lane is 255 instead, and the
+  // inverse of 255 is -0x01010101. Each 4 lanes then add the last sum of the 4 before them, and of
+  // the 8 before those. A chosen lane, which is -1, makes a number of its sum; in the others the
+  // highest bit is set, and a look-up finds nothing.
   [[gnu::always_inline]] static Vector places_of(Lanes chosen) {
-    Vector sums = chosen;
-    sums += move_up<1>(sums);
-    sums += move_up<2>(sums);
-    sums += move_up<4>(sums);
-    sums += move_up<8>(sums);
-    return ~(sums & chosen);
+    using Words = Elements<uint32_t>::Vector;
+    constexpr uint32_t kSums = 0u - 0x01010101u * 0x01010101u;
+    static_assert(255 * kSums == 0x01010101);
+    alignas(16) static constexpr uint8_t kOneBefore[16] = {128, 128, 128, 128, 3,  3,  3,  3,
+                                                           7,   7,   7,   7,   11, 11, 11, 11};
+    alignas(16) static constexpr uint8_t kTwoBefore[16] = {128, 128, 128, 128, 128, 128, 128, 128,
+                                                           3,   3,   3,   3,   7,   7,   7,   7};
+    Vector sums = reinterpret_cast<Vector>(reinterpret_cast<Words>(chosen) * kSums);
+    sums += look_up(sums, repeat16(kOneBefore));
+    sums += look_up(sums, repeat16(kTwoBefore));
+    return sums + (chosen | 128);
   }
 
   Vector places_;
   LaneCounts counts_;
 };
+
+#if !defined(__x86_64__)
+// As in vector_avx2.h.
+inline Lanes spread_bits(const uint8_t* stream, uint32_t at, Lanes chosen) {
+  const uint32_t bits = load_as<uint32_t>(stream + at / 8) >> at % 8;
+  uint8_t row[sizeof bits], lanes[kLanes];
+  store_as(row, bits);
+  store(lanes, load_lanes(row));
+  return Expansion(chosen).of(lanes);
+}
+#endif
 
 }  // namespace
 }  // namespace memswap::cpu::MEMSWAP_ISA

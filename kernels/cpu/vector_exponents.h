@@ -110,24 +110,27 @@ inline bool encode_payload(const Bytes& symbols, Choice& choice, const Pending& 
 // the codes are, and in a row what stands for those that escape.
 struct Symbols {
   AlignedRow escapes;  // kLq2, kLq3; placed
+  Bytes codes;         // kLq3, with bit 2 lowest; kFixed
   Code code;
   uint8_t center;
-  uint32_t bits;           // kFixed: of a code
-  const uint8_t* low;      // L0
-  const uint8_t* payload;  // kLq3, kFixed: planes of the codes' other bits
+  const uint8_t* low;  // kLq2: L0
 };
 
-template <uint32_t kQuarter>
+// The codes of a quarter, from bit kTo on.
+template <uint32_t kQuarter, uint32_t kTo>
 inline Vector low_codes(const uint8_t* low, uint32_t i) {
-  return move_bits<2 * kQuarter, 0, 2>(load(low + kLanes * i));
+  return move_bits<2 * kQuarter, kTo, 2>(load(low + kLanes * i));
 }
 
 // By code, the placed symbol; that of an escape has none.
-template <typename Place>
+template <Code kCode, typename Place>
 inline Vector code_table(uint8_t center) {
-  alignas(16) static constexpr uint8_t kValue[16] = {0, 1, 2, 3, 4, 5, 6, 7};
-  alignas(16) static constexpr uint8_t kCoded[16] = {0, 255, 255, 255, 255, 255, 255, 255};
-  return Place::of((broadcast(center) - repeat16(kValue)) & repeat16(kCoded));
+  alignas(16) static constexpr uint8_t kValues[2][16] = {
+      {0, 1, 2, 3}, {0, 4, 0, 0, 1, 5, 0, 0, 2, 6, 0, 0, 3, 7}};
+  alignas(16) static constexpr uint8_t kCoded[16] = {0,   255, 255, 255, 255, 255, 255, 255,
+                                                     255, 255, 255, 255, 255, 255, 255, 255};
+  const Vector value = repeat16(kValues[kCode == Code::kLq3]);
+  return Place::of((broadcast(center) - value) & repeat16(kCoded));
 }
 
 // Takes a block's placed symbols, kLanes after kLanes.
@@ -136,48 +139,30 @@ class SymbolCursor {
  public:
   explicit SymbolCursor(const Symbols& symbols)
       : low_(symbols.low),
-        high_(symbols.payload),
-        table_(code_table<Place>(symbols.center)),
+        codes_(symbols.codes.vector),
+        center_(broadcast(symbols.center)),
+        table_(code_table<kCode, Place>(symbols.center)),
         next_(symbols.escapes.byte) {}
 
   // Those of vector i of the quarter, which is the next one.
   template <uint32_t kQuarter>
   [[gnu::always_inline]] Vector take(uint32_t i) {
-    Vector code = low_codes<kQuarter>(low_, i);
-    if constexpr (kCode == Code::kLq3) {
-      code = set_bit<2>(code, load_lanes(high_ + kLanes / 8 * (kVectors / 4 * kQuarter + i)));
+    const uint32_t at = kVectors / 4 * kQuarter + i;
+    if constexpr (kCode == Code::kFixed) {
+      return Place::of(center_ - codes_[at]);
+    } else {
+      const Vector code = kCode == Code::kLq2 ? low_codes<kQuarter, 0>(low_, i) : codes_[at];
+      const Expansion escaped(equal(code, Vector{}));
+      return escaped.take_over(look_up(table_, code), next_);
     }
-    const Expansion escaped(equal(code, Vector{}));
-    return escaped.take_over(look_up(table_, code), next_);
   }
 
  private:
-  const uint8_t* const low_;
-  const uint8_t* const high_;  // kLq3: the codes' bit 2
-  const Vector table_;
+  const uint8_t* const low_;   // kLq2
+  const Vector* const codes_;  // kLq3, kFixed
+  const Vector center_;        // kFixed
+  const Vector table_;         // kLq2, kLq3
   const uint8_t* next_;
-};
-
-template <typename Place>
-class SymbolCursor<Code::kFixed, Place> {
- public:
-  explicit SymbolCursor(const Symbols& symbols) : center_(broadcast(symbols.center)) {
-    for_quarters([&]<uint32_t kQuarter>() {
-      for (uint32_t i = 0; i < kVectors / 4; ++i) {
-        codes_.vector[kVectors / 4 * kQuarter + i] = low_codes<kQuarter>(symbols.low, i);
-      }
-    });
-    add_field<2>(codes_, symbols.payload, symbols.bits - 2);
-  }
-
-  template <uint32_t kQuarter>
-  [[gnu::always_inline]] Vector take(uint32_t i) const {
-    return Place::of(center_ - codes_.vector[kVectors / 4 * kQuarter + i]);
-  }
-
- private:
-  const Vector center_;
-  Bytes codes_;
 };
 
 // The escapes of LQ2: fields of L0 that are 0.
@@ -189,17 +174,20 @@ inline uint32_t count_escapes2(const uint8_t* low) {
   return total(counts);
 }
 
-// Those of LQ3, whose bit 2 is not set either.
-inline uint32_t count_escapes3(const uint8_t* low, const uint8_t* high) {
-  uint32_t count = 0;
+// The codes of LQ3, of L0 and of the plane of bit 2, which becomes the lowest. Returns how many of
+// them are 0: the escapes.
+inline uint32_t join_codes3(Bytes& codes, const uint8_t* low, const uint8_t* high) {
+  LaneCounter escapes;
   for_quarters([&]<uint32_t kQuarter>() {
     for (uint32_t i = 0; i < kVectors / 4; ++i) {
       const uint32_t at = kVectors / 4 * kQuarter + i;
-      count += count_of(mask_of(has_none_of<3 << 2 * kQuarter>(load(low + kLanes * i))) &
-                        ~load_mask(high + kLanes / 8 * at));
+      const Vector code =
+          increment(low_codes<kQuarter, 2>(low, i), load_lanes(high + kLanes / 8 * at));
+      codes.vector[at] = code;
+      escapes.add(equal(code, Vector{}));
     }
   });
-  return count;
+  return escapes.total();
 }
 
 // The symbols of a block in one of the modes 1 to 9; false where the payload has another length.
@@ -208,11 +196,19 @@ inline bool decode_symbols(Symbols& symbols, const uint8_t* low, const uint8_t* 
                            uint32_t mode, uint32_t units, uint8_t center) {
   symbols.center = center;
   symbols.low = low;
-  symbols.payload = payload;
   symbols.code = code_of(mode);
   if (symbols.code == Code::kFixed) {
-    symbols.bits = mode - frame::kFw2 + 2;
-    return units == units_of_bytes(size_of_fixed(symbols.bits));
+    const uint32_t bits = mode - frame::kFw2 + 2;
+    if (units != units_of_bytes(size_of_fixed(bits))) {
+      return false;
+    }
+    for_quarters([&]<uint32_t kQuarter>() {
+      for (uint32_t i = 0; i < kVectors / 4; ++i) {
+        symbols.codes.vector[kVectors / 4 * kQuarter + i] = low_codes<kQuarter, 0>(low, i);
+      }
+    });
+    add_field<2>(symbols.codes, payload, bits - 2);
+    return true;
   }
   const uint8_t* end = payload + units * frame::kUnitBytes;
   const uint8_t* last;
@@ -223,7 +219,7 @@ inline bool decode_symbols(Symbols& symbols, const uint8_t* low, const uint8_t* 
       return false;
     }
     last = decode_nibbles<Place>(kLq3Nibbles, payload + kPlane1Bytes, end,
-                                 count_escapes3(low, payload), center, symbols.escapes);
+                                 join_codes3(symbols.codes, low, payload), center, symbols.escapes);
   }
   // `last` is no later than `end`; is it in the last unit, or is the payload too long?
   return last != nullptr && units_of_bytes(static_cast<uint32_t>(last - payload)) == units;

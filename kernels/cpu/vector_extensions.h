@@ -22,6 +22,8 @@ inline Lanes has_none_of(Vector value) {
 }
 // The vector in the chosen lanes, 0 in the others.
 inline Vector only(Lanes lanes, Vector value) { return lanes & value; }
+// One more in the chosen lanes.
+inline Vector increment(Vector value, Lanes lanes) { return value - lanes; }
 // Sets a bit, which was 0, in the chosen lanes.
 template <uint32_t kBit>
 inline Vector set_bit(Vector value, Lanes lanes) {

@@ -131,8 +131,8 @@ template <uint32_t kRestBits, uint32_t kQuarter>
     return rest_in_byte<4, 4 * kHalf>(load(planes + kLanes * (at - kVectors / 2 * kHalf)));
   } else {
     static_assert(kRestBits == 3);
-    return set_bit<1>(rest_in_byte<2, 2 * kQuarter>(load(planes + kLanes * i)),
-                      load_lanes(planes + frame::kLowPlaneBytes + kLanes / 8 * at));
+    return rest3_in_byte<2 * kQuarter>(
+        load(planes + kLanes * i), load_lanes(planes + frame::kLowPlaneBytes + kLanes / 8 * at));
   }
 }
 

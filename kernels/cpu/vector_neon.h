@@ -107,11 +107,6 @@ struct LaneCounts {
 [[gnu::always_inline]] inline Vector load_halves(const uint8_t* from, LaneCounts) {
   return load(from);
 }
-template <int kBy>
-inline Vector move_up(Vector value) {
-  return vector(vextq_u8(vdupq_n_u8(0), native(value), 16 - kBy));
-}
-
 using Sums = Elements<uint16_t>::Vector;
 inline Sums add_bytes(Sums sums, Vector bytes) {
   return reinterpret_cast<Sums>(vpadalq_u8(reinterpret_cast<uint16x8_t>(sums), native(bytes)));

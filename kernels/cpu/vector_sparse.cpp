@@ -1,4 +1,4 @@
-// Shape sparse, with portable vectors.
+// Shape sparse to frames, with portable vectors.
 #include "vector.h"
 #include "vector_bitmap.h"
 #include "vector_floats.h"
@@ -36,20 +36,6 @@ struct RestStreams {
       store_mask(second + i / 8, mask_of_bit<2>(row.vector[i / kLanes]));
     }
     return second + bytes_of_bits(kSecondBits * live);
-  }
-
-  // Survivors `i` to `i + kLanes - 1`.
-  static Vector load(const uint8_t* in, uint32_t live, uint32_t i) {
-    Vector rest{};
-    if constexpr (kFirstBits == 4) {
-      rest = load_symbols4(in + i / 2);
-    } else if constexpr (kFirstBits == 2) {
-      rest = load_symbols2(in + i / 4);
-    }
-    if constexpr (kSecondBits != 0) {
-      rest = set_bit<2>(rest, load_lanes(in + bytes_of_bits(kFirstBits * live) + i / 8));
-    }
-    return rest;
   }
 };
 
@@ -250,78 +236,6 @@ EncodedBlock encode_sparse(const EncodeParams& params, const void* elements, uin
   return {mode, units, zeros - missing_zeros, center, center, packed};
 }
 
-template <Dtype kDtype, bool kStreaming>
-bool decode_sparse(void* out, const uint8_t* slab, const uint8_t* payload, uint32_t mode,
-                   uint32_t units, uint8_t center, bool packed) {
-  using Type = Float<kDtype>;
-  using Rest = RestStreams<Type::kRestBits>;
-  constexpr uint32_t kWidth = Type::kWidth;
-  if constexpr (kStreaming) {
-    if (!is_line_aligned(out)) {
-      return decode_sparse<kDtype, false>(out, slab, payload, mode, units, center, packed);
-    }
-  }
-  auto* to = static_cast<uint8_t*>(out);
-  if (mode == frame::kLiteral) {
-    return decode_literal<kStreaming>(to, kDtype, Shape::kSparse, slab, payload, units);
-  }
-  const uint8_t* end = payload + units * frame::kUnitBytes;
-  Bitmap bitmap;
-  const uint8_t* planes = decode_bitmap(bitmap, packed, payload, end);
-  if (planes == nullptr) {
-    return false;
-  }
-  const uint32_t live = bitmap.count();
-  const uint32_t zeros = mode == frame::kSignedZeros ? frame::kBlockElements - live : 0;
-  const uint8_t* rest = planes + live * Type::kBytePlanes;
-  const uint8_t* codes = rest + Rest::bytes(live);
-  const uint8_t* sign_bits = codes + bytes_of_bits(2 * live);
-  const uint8_t* escape_streams = sign_bits + bytes_of_bits(zeros);
-  if (escape_streams > end) {
-    return false;
-  }
-  Lanes escaped[kVectors];
-  Row tops, escapes, signs;
-  const Vector table = code_table<InRotated<kDtype>>(center);
-  uint32_t count = 0;
-  for (uint32_t i = 0; i < live; i += kLanes) {
-    const Vector code = load_symbols2(codes + i / 4);
-    escaped[i / kLanes] = equal(code, Vector{}) & first_lanes(live - i);
-    count += count_of(mask_of(escaped[i / kLanes]));
-    store(tops.byte + i, look_up(table, code));
-  }
-  const uint8_t* last =
-      decode_escapes2<InRotated<kDtype>>(escape_streams, end, count, center, escapes);
-  if (last == nullptr || end - last >= frame::kUnitBytes) {
-    return false;
-  }
-  const uint8_t* next_escape = escapes.byte;
-  for (uint32_t i = 0; i < live; i += kLanes) {
-    const Expansion escape(escaped[i / kLanes]);
-    const Vector top = escape.take_over(load(tops.byte + i), next_escape);
-    store(tops.byte + i, top | Rest::load(rest, live, i));
-  }
-  for (uint32_t i = 0; i < zeros; i += kLanes) {
-    store(signs.byte + i, only(load_lanes(sign_bits + i / 8), broadcast(1)));
-  }
-  uint32_t taken = 0;
-  const uint8_t* next_sign = signs.byte;
-  for (uint32_t i = 0; i < kVectors; ++i) {
-    const Lanes nonzero = load_lanes(bitmap.byte + kLanes / 8 * i);
-    const Expansion expansion(nonzero);
-    Vector v[kWidth];
-    for (uint32_t p = 0; p < kWidth; ++p) {
-      v[p] = expansion.of((p < Type::kBytePlanes ? planes + p * live : tops.byte) + taken);
-    }
-    taken += expansion.count();
-    if (zeros != 0) {
-      v[0] |= Expansion(~nonzero).take(next_sign);
-    }
-    store_rotated<kWidth, kStreaming>(to + kLanes * kWidth * i, v);
-  }
-  return true;
-}
-
 }  // namespace
 
 EncodeBlocks sparse_encoder(const EncodeParams& params) {
@@ -329,15 +243,6 @@ EncodeBlocks sparse_encoder(const EncodeParams& params) {
     return &encode_one_by_one<encode_sparse<kDtype>>;
   });
 }
-
-DecodeBlock sparse_decoder(Dtype dtype, bool streaming) {
-  return for_float<DecodeBlock>(dtype, streaming,
-                                []<Dtype kDtype, bool kStreaming>() -> DecodeBlock {
-                                  return &decode_sparse<kDtype, kStreaming>;
-                                });
-}
-
-DecodeBlocks sparse_tile_decoder(Dtype, bool) { return nullptr; }
 
 }  // namespace memswap::cpu::MEMSWAP_ISA
 
