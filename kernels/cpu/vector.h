@@ -12,7 +12,6 @@ EncodeBlocks upcast_encoder(const EncodeParams& params);
 DecodeBlock upcast_decoder(bool streaming);
 EncodeBlocks sparse_encoder(const EncodeParams& params);
 DecodeBlock sparse_decoder(frame::Dtype dtype, bool streaming);
-// NULL: sparse blocks are decoded one by one.
 DecodeBlocks sparse_tile_decoder(frame::Dtype dtype, bool streaming);
 EncodeBlocks bits_encoder(const EncodeParams& params);
 DecodeBlock bits_decoder(bool streaming);
