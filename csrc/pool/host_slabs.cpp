@@ -4,6 +4,7 @@
 #include <unistd.h>
 
 #include <cerrno>
+#include <cstdint>
 #include <cstring>
 #include <memory>
 #include <string>
@@ -46,12 +47,16 @@ class MappedSlab final : public Slab {
   void read(size_t offset, void* destination, size_t nbytes) override {
     std::memcpy(destination, static_cast<const std::byte*>(first_) + offset, nbytes);
   }
-  // Pages that others share stay. A system that refuses keeps them all.
+  // Only pages that nobody else has a part of, and huge ones as a whole: where a part of one is
+  // given back, small pages take its place for good, and each write after that faults 512 times.
+  // A system that refuses keeps them all.
   void forget(size_t offset, size_t nbytes) override {
-    const size_t begins = round_up(offset, page_bytes());
-    const size_t ends = (offset + nbytes) / page_bytes() * page_bytes();
+    const size_t page = size_ >= kHugePage ? kHugePage : page_bytes();
+    const auto first = reinterpret_cast<uintptr_t>(first_) + offset;
+    const uintptr_t begins = round_up(first, page);
+    const uintptr_t ends = (first + nbytes) / page * page;
     if (unused_ == OrdinarySlabs::Unused::kReturned && begins < ends) {
-      (void)madvise(static_cast<std::byte*>(first_) + begins, ends - begins, MADV_DONTNEED);
+      (void)madvise(reinterpret_cast<void*>(begins), ends - begins, MADV_DONTNEED);
     }
   }
 
