@@ -106,7 +106,7 @@ class Engine(native.Engine):
                     self.recipes.begin_iteration()
                 leaving_bytes = ended.leaving_bytes
                 for transfers in self.open_transfers():
-                    transfers.trim_outputs()  # a forward decodes nothing
+                    transfers.trim_outputs()  # before the director looks at what is there
                 if self.director is not None:
                     leaving_bytes = self.director.begin(self.iteration) or leaving_bytes
                 self._transfers.begin_iteration(leaving_bytes, ended.nbytes)

@@ -211,14 +211,13 @@ class Transfers:
     def codec_lane(self) -> CodecLane:
         """Encodes and decodes."""
         if self._codec_lane is None:
-            ordinary = self._pool if self.device.type == "cpu" else None
-            # A frame is made in memory, and one that overflows would be in a file.
-            frames = ordinary if isinstance(ordinary, HostPool) else None
-            frames = frames if frames is not None and frames.overflow is None else None
             if self.device.type == "cpu":
+                pool, frames = self._pool, None
+                # A frame is made in memory, and one that overflows would be in a file.
+                if isinstance(pool, HostPool) and pool.overflow is None:
+                    frames = pool.native
                 self._outputs = ordinary_pool(keeps_pages=True)
-                own = None if frames is None else frames.native
-                self._codec_lane = open_codec_lane(self.device, own, self._outputs)
+                self._codec_lane = open_codec_lane(self.device, frames, self._outputs)
             else:
                 self._overflow_pool = overflow_pool(self.device)
                 self._codec_lane = open_codec_lane(self.device, self._overflow_pool.native)
