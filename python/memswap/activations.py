@@ -36,6 +36,7 @@ from memswap.hooks.units import (
 )
 from memswap.hooks.unseen import Unseen
 from memswap.optimizers import ManagedOptimizer, check_optimizer, manage_optimizer
+from memswap.planning.agreement import check_group, group_of
 from memswap.planning.budgets import parsed
 from memswap.planning.device import DevicePlan, is_device_budget
 from memswap.planning.director import BudgetDirector
@@ -360,7 +361,7 @@ def manage(
     pool: Pool | None = None,
     budget: int | str | None = None,
     rates: Rates | None = None,
-    group: ProcessGroup | None = None,
+    group: ProcessGroup | str | None = None,
     prefetch_bytes: int | str = "auto",
     windows: Windows | None = None,
 ) -> Manager:
@@ -406,8 +407,9 @@ def manage(
             docs/choosing.md helps to choose, docs/planning.md says what is learnt when.
         rates: of the machine; default: :func:`memswap.profile`, measured once per machine.
         group: ranks that plan together, from the slowest one's times, so that they have the same
-            plan. All of them must train in step. Under a budget for the whole device each rank's
-            own is met, whatever the others have. Default: each for itself.
+            plan; ``"world"``: all ranks of torch.distributed, or this one alone where it is not
+            initialized. All of them must train in step. Under a budget for the whole device each
+            rank's own is met, whatever the others have. Default: each for itself.
         prefetch_bytes: see :class:`saved_tensors`.
         windows: hide encoding and decoding under matrix products and collectives; see
             :class:`Windows`. None: each starts as soon as it can. On a CPU, where whoever asks does
@@ -431,11 +433,7 @@ def manage(
             f"manage(rates={rates!r}): found {type(rates).__name__}, expected memswap.Rates(...), "
             "what memswap.profile() returns, or None"
         )
-    if group is not None and not hasattr(group, "size"):
-        raise TypeError(
-            f"manage(group={group!r}): found {type(group).__name__}, expected a ProcessGroup "
-            "(mesh.get_group()) or None"
-        )
+    check_group(group)
     if optimizer is not None:
         check_optimizer(optimizer, "manage(optimizer=...)")
     whole = is_device_budget(budget)
@@ -462,7 +460,16 @@ def manage(
     elif optimizer is not None:
         managed = manage_optimizer(optimizer, pool=pool)
     return Manager(
-        blocks, policy, pool, window_bytes, budget, rates, group, windows, device, managed
+        blocks,
+        policy,
+        pool,
+        window_bytes,
+        budget,
+        rates,
+        group_of(group),
+        windows,
+        device,
+        managed,
     )
 
 

@@ -198,7 +198,12 @@ def test_what_was_moved_is_logged(tmp_path):
 
 @pytest.mark.parametrize(
     ("said", "expected"),
-    [("", None), ("0", None), ("1", {}), ("budget=70%, action=swap", {"budget": "70%"})],
+    [
+        ("", None),
+        ("0", None),
+        ("1", {}),
+        ("budget=70%, action=swap, group=world", {"budget": "70%", "group": "world"}),
+    ],
 )
 def test_one_variable_of_the_environment_adds_the_callback(monkeypatch, said, expected):
     monkeypatch.setenv("MEMSWAP_LIGHTNING", said)
@@ -206,7 +211,8 @@ def test_one_variable_of_the_environment_adds_the_callback(monkeypatch, said, ex
     assert len(made) == (expected is not None)
     for callback in made:
         assert isinstance(callback, MemswapCallback)
-        assert callback._options["budget"] == expected.get("budget")
+        found = {name: callback._options[name] for name in ("budget", "group")}
+        assert found == {"budget": None, "group": None} | expected
 
 
 def test_a_variable_that_says_something_else_is_an_error(monkeypatch):

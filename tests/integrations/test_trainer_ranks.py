@@ -34,5 +34,7 @@ def test_each_rank_keeps_its_bits_and_the_first_one_reports(tmp_path, how):
     )
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     reports = [int((tmp_path / rank / trainer_ranks.REPORTS).read_text()) for rank in "01"]
-    trainings = len(trainer_ranks.TRAININGS) + 4  # a budget, the optimizer's state, and resumed
+    trainings = len(trainer_ranks.TRAININGS) + 5  # two budgets, the optimizer's state, and resumed
     assert reports == [trainings, 0], "each training is reported once, by rank 0"
+    plans = [(tmp_path / rank / trainer_ranks.PLAN).read_text() for rank in "01"]
+    assert plans[0] == plans[1], "with group= all ranks have one plan"

@@ -3,7 +3,8 @@
     torchrun --nproc-per-node 2 trainer_ranks.py DDP|FSDP2 FOLDER
 
 Fails where a rank's gradients, weights or losses have other bits with memswap than without. Writes
-how many reports memswap's log had on this rank to FOLDER/<rank>/reports.
+how many reports memswap's log had on this rank to FOLDER/<rank>/reports, and the plan that was made
+for all ranks to FOLDER/<rank>/plan.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ from memswap.integrations.transformers import MemswapCallback
 
 LAYERS = {"DDP": "4 LlamaDecoderLayer", "FSDP2": "4 FSDPLlamaDecoderLayer"}
 REPORTS = "reports"
+PLAN = "plan"
 BUDGETED_STEPS = 12  # enough for a plan, and to follow it
+STEPS_TOGETHER = 20  # the same where ranks agree on when
 
 #: What a training is like, by the options of its arguments.
 TRAININGS: dict[str, dict[str, Any]] = {
@@ -111,8 +114,12 @@ def train(
     return Trained.of(trainer.model, looks.gradients, losses), looks
 
 
-def compare(how: str, folder: Path, name: str, options: dict[str, Any], **more: Any) -> None:
-    """A training with the callback has the bits of the one without it, on this rank."""
+def compare(how: str, folder: Path, name: str, options: dict[str, Any], **more: Any) -> Any:
+    """A training with the callback has the bits of the one without it, on this rank.
+
+    Returns:
+        Its last plan.
+    """
     print(f"{how}, {name}", flush=True)
     expected, _ = train(how, folder, **options)
     callback = MemswapCallback(**tiny.swapping(folder), **more)
@@ -121,6 +128,7 @@ def compare(how: str, folder: Path, name: str, options: dict[str, Any], **more: 
     assert callback.manager is None
     assert moved(callback.report()) and LAYERS[how] in callback.report(), looks.found
     assert (looks.plan is not None) == ("budget" in more), looks.found
+    return looks.plan
 
 
 def compare_resumed(how: str, folder: Path) -> None:
@@ -148,6 +156,9 @@ def main() -> None:
     for name, options in TRAININGS.items():
         compare(how, folder, name, options)
     compare(how, folder, "a budget", {"steps": BUDGETED_STEPS}, budget="60%")
+    together = {"steps": STEPS_TOGETHER}
+    plan = compare(how, folder, "one budget", together, budget="60%", group="world")
+    (folder / PLAN).write_text(f"{plan.releases} {plan}".partition("measured")[0])
     compare(how, folder, "the optimizer's state away", {}, optimizer="encode")
     compare_resumed(how, folder)
     (folder / REPORTS).write_text(str(reports.count))

@@ -36,7 +36,7 @@ def managed(layers: nn.ModuleList, budget: int | str, rates: Rates) -> memswap.M
         pool=memswap.DiskPool(budget="16MiB"),
         budget=budget,
         rates=rates,
-        group=dist.group.WORLD,
+        group="world",
     )
 
 

@@ -163,6 +163,11 @@ def test_the_message_says_what_to_write(
         (lambda: ManagedTraining("swap"), TypeError, "memswap.Policy(action='swap')"),  # type: ignore[arg-type]
         (lambda: ManagedTraining(pool="/tmp"), TypeError, "memswap.DiskPool('/tmp')"),  # type: ignore[arg-type]
         (lambda: ManagedTraining(windows=True), TypeError, "expected memswap.Windows"),  # type: ignore[arg-type]
+        (
+            lambda: ManagedTraining(group="dp"),
+            TypeError,
+            "group='dp': found str, expected a Process",
+        ),
         (lambda: ManagedTraining(prefetch_bytes="much"), ValueError, "prefetch_bytes"),
         (
             lambda: ManagedTraining(action="swap"),  # type: ignore[call-arg]

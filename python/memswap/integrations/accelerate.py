@@ -16,6 +16,7 @@ from memswap.planning.policy import answers_unknown
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
+    from torch.distributed import ProcessGroup
 
     from memswap.engine.action import Action
     from memswap.engine.transfers import Pool
@@ -32,6 +33,7 @@ def prepare(
     pool: Pool | None = None,
     prefetch_bytes: int | str = "auto",
     windows: Windows | None = None,
+    group: ProcessGroup | str | None = None,
     optimizer: bool | str | Action | None = None,
     optimizer_pool: Pool | None = None,
 ) -> tuple[Any, ...]:
@@ -48,6 +50,7 @@ def prepare(
         pool: where swapped tensors go.
         prefetch_bytes: bytes that may be on their way back ahead of their use.
         windows: hide encoding and decoding under matrix products and collectives.
+        group: ranks whose plans under a budget are one; ``"world"``: all ranks of the training.
         optimizer: whether the state of the optimizers among the objects is away between steps
             (:func:`memswap.manage_optimizer`): True as suits the device, or ``"swap"``,
             ``"encode"``, ``"encode_swap"`` or an :class:`memswap.Action`.
@@ -67,7 +70,7 @@ def prepare(
             f"memswap.integrations.accelerate.prepare: found {type(accelerator).__name__}, "
             "expected an accelerate.Accelerator first: prepare(accelerator, model, ...)"
         )
-    check_terms(policy, budget, pool, prefetch_bytes, windows)
+    check_terms(policy, budget, pool, prefetch_bytes, windows, group)
     states = OptimizerStates(optimizer, optimizer_pool)
     if not any(map(_trains, objects)):
         raise ValueError(
@@ -84,6 +87,7 @@ def prepare(
         pool=pool,
         prefetch_bytes=prefetch_bytes,
         windows=windows,
+        group=group,
     )
     try:
         states.begin(one for one in prepared if hasattr(one, "param_groups"))

@@ -7,7 +7,7 @@ from typing import Any
 
 #: Options that become a policy, and options that `manage` takes as they are.
 OF_POLICY = ("action", "min_bytes", "include", "exclude")
-OF_MANAGE = ("budget", "prefetch_bytes")
+OF_MANAGE = ("budget", "prefetch_bytes", "group")
 
 #: What a training takes beside them.
 OF_TRAINING = ("optimizer",)
@@ -21,10 +21,11 @@ def from_config(config: Mapping[str, Any]) -> dict[str, Any]:
     """Keyword arguments of a managed training, from the values of a configuration file.
 
     Args:
-        config: ``budget`` and ``prefetch_bytes`` as `manage` takes them; ``action`` (``"swap"``,
-            ``"encode"``, ``"encode_swap"``, ``"recompute"`` or ``"keep"``), ``min_bytes``,
-            ``include`` and ``exclude`` as :class:`memswap.Policy` takes them; ``optimizer``: a
-            switch (true, ``"on"``), or ``"swap"``, ``"encode"`` or ``"encode_swap"``.
+        config: ``budget``, ``prefetch_bytes`` and ``group`` as `manage` takes them; ``action``
+            (``"swap"``, ``"encode"``, ``"encode_swap"``, ``"recompute"`` or ``"keep"``),
+            ``min_bytes``, ``include`` and ``exclude`` as :class:`memswap.Policy` takes them;
+            ``optimizer``: a switch (true, ``"on"``), or ``"swap"``, ``"encode"`` or
+            ``"encode_swap"``.
 
     Raises:
         TypeError: they are not by name.

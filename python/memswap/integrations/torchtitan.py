@@ -28,7 +28,7 @@ def managed(spec: ModelSpec, **options: Any) -> ModelSpec:
     Args:
         spec: what torchtitan's `model_registry` functions return; it stays as it is.
         options: those of :class:`ManagedTraining`: ``policy``, ``budget``, ``pool``,
-            ``prefetch_bytes``, ``windows``, ``optimizer``, ``optimizer_pool``.
+            ``prefetch_bytes``, ``windows``, ``group``, ``optimizer``, ``optimizer_pool``.
 
     Returns:
         The same specification, whose `post_optimizer_build_fn` is a :class:`Managed`.

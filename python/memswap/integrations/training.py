@@ -29,6 +29,7 @@ from memswap.hooks.module_hooks import AtEnd, ModuleHooks, hooks_on
 from memswap.integrations.live import LiveLine
 from memswap.integrations.options import from_config
 from memswap.integrations.states import OptimizerStates
+from memswap.planning.agreement import check_group
 from memswap.planning.budgets import parsed
 from memswap.planning.device import is_device_budget
 from memswap.planning.policy import answers_unknown, checked_policy
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from types import FrameType
 
     from torch import nn
+    from torch.distributed import ProcessGroup
 
     from memswap.activations import Manager
     from memswap.engine.action import Action
@@ -61,6 +63,7 @@ class ManagedTraining(Removable):
         pool: where swapped tensors go.
         prefetch_bytes: bytes that may be on their way back ahead of their use.
         windows: hide encoding and decoding under matrix products and collectives.
+        group: ranks whose plans under a budget are one; ``"world"``: all ranks of the training.
         optimizer: whether the optimizer's state is away between steps
             (:func:`memswap.manage_optimizer`): True as suits the device, or ``"swap"``,
             ``"encode"``, ``"encode_swap"`` or an :class:`memswap.Action`. It stays away after the
@@ -78,12 +81,13 @@ class ManagedTraining(Removable):
         pool: Pool | None = None,
         prefetch_bytes: int | str = "auto",
         windows: Windows | None = None,
+        group: ProcessGroup | str | None = None,
         optimizer: bool | str | Action | None = None,
         optimizer_pool: Pool | None = None,
         live: bool = False,
     ) -> None:
         super().__init__()
-        check_terms(policy, budget, pool, prefetch_bytes, windows)
+        check_terms(policy, budget, pool, prefetch_bytes, windows, group)
         self._states = OptimizerStates(optimizer, optimizer_pool)
         self._options: dict[str, Any] = {
             "policy": policy,
@@ -91,6 +95,7 @@ class ManagedTraining(Removable):
             "pool": pool,
             "prefetch_bytes": prefetch_bytes,
             "windows": windows,
+            "group": group,
         }
         self._live: LiveLine | None = LiveLine() if live else None
         self._manager: Manager | None = None
@@ -104,7 +109,8 @@ class ManagedTraining(Removable):
 
         Args:
             config: any of ``budget``, ``action``, ``min_bytes``, ``include``, ``exclude``,
-                ``prefetch_bytes`` and ``optimizer``: ``{"budget": "70%", "optimizer": "swap"}``.
+                ``prefetch_bytes``, ``group`` (``"world"``) and ``optimizer``:
+                ``{"budget": "70%", "optimizer": "swap"}``.
 
         Raises:
             ValueError: another option, or a value that `manage` or `Policy` refuses.
@@ -295,11 +301,13 @@ def check_terms(
     pool: Pool | None,
     prefetch_bytes: int | str,
     windows: Windows | None,
+    group: ProcessGroup | str | None,
 ) -> None:
     """Raise what `manage` would raise of these: before a model is loaded, and not after."""
     checked_policy(policy)
     check_pool(pool)
     check_windows(windows)
+    check_group(group)
     window(prefetch_bytes)
     if budget is not None and not is_device_budget(budget):
         parsed(budget, "budget")

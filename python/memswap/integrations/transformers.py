@@ -27,8 +27,8 @@ class MemswapCallback(ManagedTraining, TrainerCallback):
 
     Args:
         policy: as in :func:`memswap.manage`, like all others: ``budget``, ``pool``,
-            ``prefetch_bytes``, ``windows``; and ``optimizer``, ``optimizer_pool``, ``live``: see
-            :class:`ManagedTraining`. :meth:`from_config` takes plain values.
+            ``prefetch_bytes``, ``windows``, ``group``; and ``optimizer``, ``optimizer_pool``,
+            ``live``: see :class:`ManagedTraining`. :meth:`from_config` takes plain values.
     """
 
     def on_train_begin(

@@ -29,6 +29,8 @@ from memswap.planning.holding import Sample
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from torch.distributed import ProcessGroup
+
     from memswap.planning.background import Job
     from memswap.planning.device import DeviceTerms
     from memswap.planning.rates import Rates
@@ -68,6 +70,26 @@ class Basis(NamedTuple):
     """What the iteration took, to compare a plan with the plain step; None: that is not known."""
     free_bytes: float | None = None
     """Of the rank's device, for a plain step; None: nobody can say."""
+
+
+def check_group(group: object) -> None:
+    """Check who plans together.
+
+    Raises:
+        TypeError: no process group, ``"world"`` or None.
+    """
+    if group is not None and group != "world" and not hasattr(group, "size"):
+        raise TypeError(
+            f"group={group!r}: found {type(group).__name__}, expected a ProcessGroup "
+            "(mesh.get_group()), 'world' for all ranks of this training, or None"
+        )
+
+
+def group_of(group: ProcessGroup | str | None) -> ProcessGroup | None:
+    """The ranks that a checked ``group`` names; None: this one alone."""
+    if group != "world":
+        return group
+    return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
 
 
 class NotWantedError(Exception):
