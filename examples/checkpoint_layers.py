@@ -29,7 +29,7 @@ def main() -> None:
 
     regions = memswap.checkpoint_module(layers, policy, swap_inputs=True)
     for step in range(4):
-        states = torch.randn(128, 8, 256, device=device)
+        states = torch.randn(128, 2, 256, device=device)
         for layer in layers:
             states = layer(states)
         loss = head(states).square().mean()

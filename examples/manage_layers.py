@@ -19,7 +19,7 @@ def main() -> None:
 
     with memswap.manage(layers) as manager:
         for step in range(4):
-            states = torch.randn(128, 8, 256, device=device)
+            states = torch.randn(128, 2, 256, device=device)
             for layer in layers:
                 states = layer(states)
             loss = head(states).square().mean()

@@ -37,9 +37,9 @@ class Bytes {
 using BytesPtr = std::shared_ptr<Bytes>;
 
 // As the engine does it (entry.h, recipe.h), one object for each of its own.
-class Backward {
+class WalkedBackward {
  public:
-  Backward(const MakingGraph& graph, const Fates& fates) : graph_(graph), fates_(fates) {
+  WalkedBackward(const MakingGraph& graph, const Fates& fates) : graph_(graph), fates_(fates) {
     std::vector<Handle> held;
     for (const size_t which : graph.saved) {
       if (!graph.storages[which].there) {
@@ -239,7 +239,7 @@ TEST(BackwardPeak, IsWhatObjectsComeToThatHoldTheirBytes) {
       continue;
     }
     const BackwardPeak peak = backward_peak(graph, fates);
-    ASSERT_EQ(peak.nbytes, Backward(graph, fates).most()) << "round " << round;
+    ASSERT_EQ(peak.nbytes, WalkedBackward(graph, fates).most()) << "round " << round;
     ++tried;
     in_backward += peak.there.empty() ? 0 : 1;
   }

@@ -43,7 +43,7 @@ int longest_made(const MakingGraph& graph, const Fates& fates) {
   return longest;
 }
 
-Fates all_kept(const MakingGraph& graph) {
+Fates nothing_moved(const MakingGraph& graph) {
   Fates fates(graph.storages.size(), Fate::kUnused);
   for (size_t which = 0; which < fates.size(); ++which) {
     fates[which] = graph.storages[which].needed ? Fate::kKept : Fate::kUnused;
@@ -111,7 +111,7 @@ TEST(LowestPeak, HardlyAnyOtherChoiceIsBetter) {
     const int longest = longest_made(graph, fates);
     ASSERT_GE(longest, 0) << "round " << round << ": something cannot be had";
     ASSERT_LE(longest, deepest) << "round " << round;
-    const int64_t most = std::min(peak_of(graph, all_kept(graph)),
+    const int64_t most = std::min(peak_of(graph, nothing_moved(graph)),
                                   peak_of(graph, judged_alone(graph, {.deepest = deepest})));
     const int64_t least = least_weighed(graph, deepest, most), found = weighed(graph, fates);
     ASSERT_GE(found, least) << "round " << round;
@@ -136,7 +136,7 @@ TEST(LowestPeak, IsNoHigherThanWithoutACutOrWithoutRecipes) {
     ASSERT_GE(longest, 0) << "round " << round << ": something cannot be had";
     ASSERT_LE(longest, limits.deepest) << "round " << round;
     ASSERT_LE(found, peak_of(graph, alone)) << "round " << round;
-    ASSERT_LE(found, peak_of(graph, all_kept(graph))) << "round " << round;
+    ASSERT_LE(found, peak_of(graph, nothing_moved(graph))) << "round " << round;
     lower += found < peak_of(graph, alone) ? 1 : 0;
   }
   EXPECT_GT(lower, 100) << "the cut is hardly ever of use";

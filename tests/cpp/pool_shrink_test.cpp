@@ -14,11 +14,12 @@ namespace {
 using testing::FakeSlabs;
 using testing::FakeTicket;
 
-constexpr size_t kSlab = 64 << 10;
+constexpr size_t kSlabBytes = 64 << 10;
 
 class PoolShrinkTest : public ::testing::Test {
  protected:
-  Pool pool_{std::make_shared<FakeSlabs>(), PoolOptions{.slab_bytes = kSlab, .alignment = 512}};
+  Pool pool_{std::make_shared<FakeSlabs>(),
+             PoolOptions{.slab_bytes = kSlabBytes, .alignment = 512}};
 
   // Every byte of the slabs is counted once.
   void expect_exact(size_t in_use, size_t waste) {
@@ -64,7 +65,7 @@ TEST_F(PoolShrinkTest, ADroppedBlockGivesBackWhatItHadLeft) {
   EXPECT_EQ(pool_.statistics().pending_bytes, 5120U) << "only what was left is gated";
   expect_exact(0, 0);
   ticket->end();
-  EXPECT_EQ(pool_.trim(), kSlab);
+  EXPECT_EQ(pool_.trim(), kSlabBytes);
 }
 
 TEST_F(PoolShrinkTest, ManyBlocksNeverOverlap) {

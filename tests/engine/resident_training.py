@@ -2,15 +2,16 @@
 
 What a process has resident depends on all that ran in it before, and malloc keeps what is free.
 
-    python resident_training.py ROOM LATER ACTION
+    python resident_training.py STORAGE ROOM LATER ACTION
 
-trains within what is resident at the start and ROOM bytes more, takes LATER bytes for itself in the
-middle, and prints as JSON what was planned and what was measured. ACTION is what becomes of what
-moves.
+trains with storages of STORAGE bytes within what is resident at the start and ROOM bytes more,
+takes LATER bytes for itself in the middle, and prints as JSON what was planned and what was
+measured. ACTION is what becomes of what moves.
 """
 
 from __future__ import annotations
 
+import ctypes
 import json
 import sys
 import tempfile
@@ -24,9 +25,19 @@ import memswap
 from memswap._native import native
 from memswap.planning.device import DevicePlan
 
+#: malloc takes what is as long as this from the system, and gives it back at once. By itself it
+#: does so from 128 KiB on at first, and later from the longest that was freed on, up to 32 MiB.
+MAPPED_BYTES = 1 << 20
+M_MMAP_THRESHOLD = -3  # of mallopt(3)
+
+
+def map_storages() -> None:
+    """Let this process give storages of MAPPED_BYTES and more back as it gives long ones back."""
+    assert ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, MAPPED_BYTES) == 1
+
 
 class Cheap(nn.Module):
-    """Saves two storages of 40 MiB, which malloc takes from the system and gives back at once."""
+    """Saves two storages."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,6 +59,7 @@ class CheapStack(nn.Module):
 
 
 def trained(
+    nbytes: int,
     room: int,
     group: object = None,
     after: Callable[[], None] = lambda: None,
@@ -57,6 +69,7 @@ def trained(
     """What was planned and measured.
 
     Args:
+        nbytes: of a storage: whole rows of 1024 elements.
         room: bytes beyond what is resident now.
         group: ranks that plan together.
         after: is called after each step.
@@ -67,7 +80,7 @@ def trained(
     torch.manual_seed(0)
     model = CheapStack()
     optimizer = torch.optim.AdamW(model.parameters())
-    x = torch.linspace(-2, 2, 10240 * 1024).reshape(10240, 1024)
+    x = torch.linspace(-2, 2, nbytes // 4).reshape(-1, 1024)
     budget = native.MemoryGauge(device).now + room
     taken = []
     with memswap.manage(
@@ -100,4 +113,7 @@ def trained(
 
 
 if __name__ == "__main__":
-    print(json.dumps(trained(int(sys.argv[1]), later=int(sys.argv[2]), action=sys.argv[3])))
+    nbytes, room, later = map(int, sys.argv[1:4])
+    if nbytes < 33 << 20:
+        map_storages()
+    print(json.dumps(trained(nbytes, room, later=later, action=sys.argv[4])))

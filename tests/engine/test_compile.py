@@ -31,6 +31,23 @@ SWAP = memswap.Policy(action=memswap.Action.SWAP, min_bytes=1)
 DEPTHS = dict.fromkeys(LAYERS, 10) | dict.fromkeys(WHOLE, 3)
 
 
+def ways(hows: tuple[str, ...]) -> list[Any]:
+    """What is compiled by what, before it is managed or after: on a CPU all combinations.
+
+    Guards and graphs are the same on an accelerator: each way to compile is there with one of both.
+    """
+    return [
+        pytest.param(
+            how,
+            first,
+            id=f"{how}-{'before' if first else 'after'} manage",
+            marks=() if first == (number % 2 == 0) else pytest.mark.cpu_only,
+        )
+        for number, how in enumerate(hows)
+        for first in (True, False)
+    ]
+
+
 @pytest.fixture
 def fresh_dynamo():
     torch._dynamo.reset()
@@ -87,8 +104,7 @@ def graphs() -> dict[str, Any]:
 
 
 @pytest.mark.one_schedule
-@pytest.mark.parametrize("first", [True, False], ids=["before manage", "after manage"])
-@pytest.mark.parametrize("how", [*LAYERS, *WHOLE])
+@pytest.mark.parametrize(("how", "first"), ways((*LAYERS, *WHOLE)))
 def test_what_is_compiled_is_compiled_as_without(
     device, new_pool, fresh_dynamo, recwarn, how, first
 ):
@@ -115,8 +131,7 @@ def test_what_is_compiled_is_compiled_as_without(
 
 
 @pytest.mark.one_schedule
-@pytest.mark.parametrize("first", [True, False], ids=["before manage", "after manage"])
-@pytest.mark.parametrize("how", WHOLE)
+@pytest.mark.parametrize(("how", "first"), ways(WHOLE))
 def test_what_a_model_saves_stays_that_is_compiled_as_a_whole(
     device, new_pool, fresh_dynamo, how, first
 ):

@@ -21,10 +21,10 @@
 namespace memswap {
 namespace {
 
-constexpr int64_t kBytes = 1000;
-constexpr size_t kBudget = 1 << 20;
+constexpr int64_t kSavedBytes = 1000;
+constexpr size_t kHostBytes = 1 << 20;
 
-at::Tensor filled(uint8_t value, int64_t nbytes = kBytes) {
+at::Tensor saved_bytes(uint8_t value, int64_t nbytes = kSavedBytes) {
   at::Tensor tensor = at::empty({nbytes}, at::kByte);
   std::memset(tensor.mutable_data_ptr(), value, static_cast<size_t>(nbytes));
   return tensor;
@@ -65,15 +65,15 @@ class Engines : public ::testing::Test {
   bool demands(const Handle& handle, uint8_t value) {
     const StorageRefPtr storage = engine->demand(handle.entry());
     const auto* const bytes = static_cast<const uint8_t*>(storage->storage.data());
-    return bytes[0] == value && bytes[kBytes - 1] == value;
+    return bytes[0] == value && bytes[kSavedBytes - 1] == value;
   }
 
   void begin_iteration() { engine->iteration = engine->timeline.begin(); }
 
   std::shared_ptr<Pool> pool = std::make_shared<Pool>(
-      std::make_shared<BudgetedSlabs>(std::make_shared<OrdinarySlabs>(), kBudget),
-      PoolOptions{.slab_bytes = kBudget, .alignment = 512});
-  std::shared_ptr<WorkerLane> lane = std::make_shared<WorkerLane>(2, kBudget);
+      std::make_shared<BudgetedSlabs>(std::make_shared<OrdinarySlabs>(), kHostBytes),
+      PoolOptions{.slab_bytes = kHostBytes, .alignment = 512});
+  std::shared_ptr<WorkerLane> lane = std::make_shared<WorkerLane>(2, kHostBytes);
   std::shared_ptr<BlockSender> sender = std::make_shared<BlockSender>(lane, pool);
   EnginePtr engine = std::make_shared<Engine>(/*window_bytes=*/0);
   testing::Host& host = testing::host_of(*engine, testing::transfers_by(sender));
@@ -84,7 +84,7 @@ class Engines : public ::testing::Test {
 TEST_F(Engines, WhatIsSavedLeavesAndComesBack) {
   std::vector<Handle> handles;
   for (uint8_t value = 1; value <= 5; ++value) {
-    handles.push_back(save(filled(value)));
+    handles.push_back(save(saved_bytes(value)));
     ASSERT_EQ(handles.back().saved.as, Saved::As::kMoved);
     handles.back().entry()->departure()->wait();
   }
@@ -100,7 +100,7 @@ TEST_F(Engines, WhatIsSavedLeavesAndComesBack) {
 }
 
 TEST_F(Engines, AStorageMovesOnceHoweverOftenItIsSaved) {
-  at::Tensor tensor = filled(3);
+  at::Tensor tensor = saved_bytes(3);
   const Handle first = save(tensor), second = save(tensor);
   EXPECT_EQ(first.entry(), second.entry());
   EXPECT_EQ(engine->ledger.counters.moved_storages, 1);
@@ -111,21 +111,21 @@ TEST_F(Engines, AStorageMovesOnceHoweverOftenItIsSaved) {
 }
 
 TEST_F(Engines, WhatIsSmallOrNotCoveredStays) {
-  engine->policy.min_bytes = kBytes + 1;
-  EXPECT_EQ(save(filled(1)).saved.as, Saved::As::kKept);
-  EXPECT_EQ(engine->ledger.kept().at("small").nbytes, kBytes);
+  engine->policy.min_bytes = kSavedBytes + 1;
+  EXPECT_EQ(save(saved_bytes(1)).saved.as, Saved::As::kKept);
+  EXPECT_EQ(engine->ledger.kept().at("small").nbytes, kSavedBytes);
   engine->policy.min_bytes = 1;
   engine->policy.action = Action::kKeep;
-  const Handle stays = save(filled(1));
+  const Handle stays = save(saved_bytes(1));
   EXPECT_EQ(stays.saved.as, Saved::As::kKept);
   EXPECT_FALSE(stays.saved.known->is_entry());
-  EXPECT_EQ(engine->ledger.counters.resident_bytes, kBytes);
+  EXPECT_EQ(engine->ledger.counters.resident_bytes, kSavedBytes);
 }
 
 TEST_F(Engines, WithoutRoomATensorStaysAndThatIsToldOnce) {
   std::vector<Handle> handles;
   for (int times = 0; times < 3; ++times) {
-    handles.push_back(save(filled(1, 2 * kBudget)));
+    handles.push_back(save(saved_bytes(1, 2 * kHostBytes)));
     EXPECT_EQ(handles.back().saved.as, Saved::As::kKept);
   }
   EXPECT_EQ(engine->ledger.kept().at("pool").tensors, 3);
@@ -136,20 +136,20 @@ TEST_F(Engines, WithoutRoomATensorStaysAndThatIsToldOnce) {
 TEST_F(Engines, AFunctionOfTheUsersIsAskedUnlessWhoSavesHasAnAction) {
   engine->policy = {.min_bytes = 1, .action = std::nullopt, .asks = true};
   host.says = Action::kKeep;
-  EXPECT_EQ(save(filled(1)).saved.as, Saved::As::kKept);
+  EXPECT_EQ(save(saved_bytes(1)).saved.as, Saved::As::kKept);
   host.says = std::nullopt;
-  EXPECT_EQ(save(filled(1)).saved.as, Saved::As::kMoved) << "as suits the device";
+  EXPECT_EQ(save(saved_bytes(1)).saved.as, Saved::As::kMoved) << "as suits the device";
   EXPECT_EQ(host.asked, 2);
   scope->action = Action::kSwap;
   host.says = Action::kKeep;
-  EXPECT_EQ(save(filled(1)).saved.as, Saved::As::kMoved);
+  EXPECT_EQ(save(saved_bytes(1)).saved.as, Saved::As::kMoved);
   scope->action = Action::kKeep;
-  EXPECT_EQ(save(filled(1)).saved.as, Saved::As::kKept);
+  EXPECT_EQ(save(saved_bytes(1)).saved.as, Saved::As::kKept);
   EXPECT_EQ(host.asked, 2);
 }
 
 TEST_F(Engines, ParametersAndBuffersAreKnownByTheirStorages) {
-  const at::Tensor plain = filled(1), buffer = filled(2);
+  const at::Tensor plain = saved_bytes(1), buffer = saved_bytes(2);
   const at::Tensor leaf = at::empty({8}, at::kFloat).requires_grad_();
   engine->set_persistent({buffer});
   EXPECT_FALSE(scope->persists(*SavedView::capture(plain)));
@@ -161,21 +161,21 @@ TEST_F(Engines, ParametersAndBuffersAreKnownByTheirStorages) {
 TEST_F(Engines, ATableIsFollowedWithoutAskingAnybody) {
   std::vector<Handle> handles;
   for (int times = 0; times < 4; ++times) {
-    handles.push_back(save(filled(1)));
+    handles.push_back(save(saved_bytes(1)));
     EXPECT_EQ(handles.back().saved.as, Saved::As::kMoved);
   }
   EXPECT_EQ(host.asked, 0);
   EXPECT_EQ(host.opened, 1) << "what a device's storages leave by is opened once";
   engine->policy.action = std::nullopt;
-  EXPECT_EQ(save(filled(1)).saved.as, Saved::As::kMoved) << "what suits the device";
+  EXPECT_EQ(save(saved_bytes(1)).saved.as, Saved::As::kMoved) << "what suits the device";
   EXPECT_EQ(host.asked, 0);
 }
 
 TEST_F(Engines, WhatIsSavedAfterBackwardBeganBelongsToANewIteration) {
-  const Handle handle = save(filled(1));
+  const Handle handle = save(saved_bytes(1));
   const IterationPtr before = engine->iteration;
   demands(handle, 1);
-  const Handle other = save(filled(2));
+  const Handle other = save(saved_bytes(2));
   EXPECT_EQ(other.saved.as, Saved::As::kMoved);
   EXPECT_NE(engine->iteration, before);
   EXPECT_EQ(engine->iteration->size(), 1u);
@@ -183,7 +183,7 @@ TEST_F(Engines, WhatIsSavedAfterBackwardBeganBelongsToANewIteration) {
 
 TEST_F(Engines, AStorageOfADeviceWithoutTransfersStays) {
   host.transfers = nullptr;
-  EXPECT_EQ(save(filled(1)).saved.as, Saved::As::kKept);
+  EXPECT_EQ(save(saved_bytes(1)).saved.as, Saved::As::kKept);
   EXPECT_EQ(engine->ledger.kept().at("host memory beside an accelerator").tensors, 1);
   EXPECT_EQ(engine->ledger.counters.peak_resident_bytes, 0) << "none of the device's bytes";
 }
@@ -191,15 +191,15 @@ TEST_F(Engines, AStorageOfADeviceWithoutTransfersStays) {
 TEST_F(Engines, NothingLeavesWhileAStreamCapturesAGraph) {
   bool captures = true;
   host.transfers = testing::transfers_by(sender, {.captures = [&] { return captures; }});
-  EXPECT_EQ(save(filled(1)).saved.as, Saved::As::kKept);
+  EXPECT_EQ(save(saved_bytes(1)).saved.as, Saved::As::kKept);
   EXPECT_EQ(engine->ledger.kept().at("stream capture").tensors, 1);
   captures = false;
-  EXPECT_EQ(save(filled(1)).saved.as, Saved::As::kMoved);
+  EXPECT_EQ(save(saved_bytes(1)).saved.as, Saved::As::kMoved);
 }
 
 TEST_F(Engines, WithoutARecipeARecomputedStorageLeavesAsSuitsTheDevice) {
   engine->policy.action = Action::kRecompute;
-  EXPECT_EQ(save(filled(1)).saved.as, Saved::As::kMoved);
+  EXPECT_EQ(save(saved_bytes(1)).saved.as, Saved::As::kMoved);
   EXPECT_EQ(engine->recipes, nullptr) << "nobody asked for recipes of a device";
   host.transfers = testing::transfers_by(sender, {.action = Action::kRecompute});
   const EnginePtr other = std::make_shared<Engine>(/*window_bytes=*/0);
@@ -207,7 +207,7 @@ TEST_F(Engines, WithoutARecipeARecomputedStorageLeavesAsSuitsTheDevice) {
   other->policy.min_bytes = 1;
   HookScope of_other(other);
   of_other.covered = true;
-  const at::Tensor tensor = filled(1);
+  const at::Tensor tensor = saved_bytes(1);
   const Locked locked(other->lock);
   EXPECT_EQ(of_other.save(tensor, *SavedView::capture(tensor)).as, Saved::As::kMoved);
   EXPECT_NE(other->recipes, nullptr);
@@ -216,13 +216,13 @@ TEST_F(Engines, WithoutARecipeARecomputedStorageLeavesAsSuitsTheDevice) {
 TEST_F(Engines, WhoDirectsSaysWhatBecomesOfEachStorage) {
   engine->directed = true;
   host.directs = Action::kKeep;
-  EXPECT_EQ(save(filled(1)).saved.as, Saved::As::kKept);
+  EXPECT_EQ(save(saved_bytes(1)).saved.as, Saved::As::kKept);
   EXPECT_EQ(engine->ledger.kept().at("planned").tensors, 1);
   host.directs = Action::kSwap;
-  EXPECT_EQ(save(filled(1)).saved.as, Saved::As::kMoved);
+  EXPECT_EQ(save(saved_bytes(1)).saved.as, Saved::As::kMoved);
   host.directs = std::nullopt;
   engine->policy.action = Action::kKeep;
-  EXPECT_EQ(save(filled(1)).saved.as, Saved::As::kKept) << "as the policy has it";
+  EXPECT_EQ(save(saved_bytes(1)).saved.as, Saved::As::kKept) << "as the policy has it";
   EXPECT_EQ(engine->ledger.kept().at("policy").tensors, 1);
   EXPECT_EQ(host.asked, 3);
 }
@@ -232,7 +232,7 @@ TEST_F(Engines, ThePlanOfAnIterationIsFollowedForAsLongAsItFits) {
   for (int64_t place = 0; place < 3; ++place) {
     plan->places.push_back({.unit = "unit",
                             .ordinal = place,
-                            .nbytes = kBytes,
+                            .nbytes = kSavedBytes,
                             .dtype = c10::ScalarType::Byte,
                             .action = place == 1 ? Action::kKeep : Action::kSwap});
   }
@@ -244,7 +244,7 @@ TEST_F(Engines, ThePlanOfAnIterationIsFollowedForAsLongAsItFits) {
   engine->iteration->follows_alone = true;
   std::vector<Handle> handles;
   for (uint8_t value = 1; value <= 3; ++value) {
-    handles.push_back(save(filled(value)));
+    handles.push_back(save(saved_bytes(value)));
   }
   EXPECT_EQ(handles[0].saved.as, Saved::As::kMoved);
   EXPECT_EQ(handles[1].saved.as, Saved::As::kKept);
@@ -254,14 +254,14 @@ TEST_F(Engines, ThePlanOfAnIterationIsFollowedForAsLongAsItFits) {
   EXPECT_TRUE(demands(handles[2], 3));
   EXPECT_EQ(handles[0].entry()->state(), State::kReturning) << "it starts back as planned";
   EXPECT_TRUE(demands(handles[0], 1));
-  EXPECT_EQ(engine->iteration->peak_bytes, 3 * kBytes);
+  EXPECT_EQ(engine->iteration->peak_bytes, 3 * kSavedBytes);
   EXPECT_EQ(host.asked, 0);
-  save(filled(4));
+  save(saved_bytes(4));
   EXPECT_EQ(host.asked, 1) << "the plan does not know it";
 }
 
 TEST_F(Engines, AnEntryOutlivesTheEngineOfWhoeverMadeIt) {
-  const Handle handle = save(filled(9));
+  const Handle handle = save(saved_bytes(9));
   const std::weak_ptr<Engine> alive = engine;
   const EntryPtr entry = handle.entry();
   scope.reset();
@@ -272,13 +272,13 @@ TEST_F(Engines, AnEntryOutlivesTheEngineOfWhoeverMadeIt) {
 }
 
 TEST_F(Engines, IterationsAreForgottenAfterAFew) {
-  Handle handle = save(filled(1));
+  Handle handle = save(saved_bytes(1));
   const std::weak_ptr<Iteration> first = engine->iteration;
   demands(handle, 1);
   handle.saved = {};
   for (int times = 0; times < 30; ++times) {
     begin_iteration();
-    const Handle other = save(filled(2));
+    const Handle other = save(saved_bytes(2));
     demands(other, 2);
   }
   EXPECT_TRUE(first.expired()) << "iterations are kept for ever";
@@ -296,7 +296,7 @@ TEST_F(Engines, ThreadsSaveAndDemandThroughOneEngine) {
           if (engine->iteration->began_backward()) {
             begin_iteration();
           }
-          return save(filled(number));
+          return save(saved_bytes(number));
         }();
         EXPECT_TRUE(demands(handle, number));
         const Locked locked(engine->lock);

@@ -21,12 +21,12 @@
 namespace memswap {
 namespace {
 
-constexpr int64_t kBytes = 100;
-constexpr size_t kBudget = 1 << 20;
+constexpr int64_t kStorageBytes = 100;
+constexpr size_t kPoolBytes = 1 << 20;
 
-at::Tensor filled(uint8_t value) {
-  at::Tensor tensor = at::empty({kBytes}, at::kByte);
-  std::memset(tensor.mutable_data_ptr(), value, static_cast<size_t>(kBytes));
+at::Tensor full_of(uint8_t value) {
+  at::Tensor tensor = at::empty({kStorageBytes}, at::kByte);
+  std::memset(tensor.mutable_data_ptr(), value, static_cast<size_t>(kStorageBytes));
   return tensor;
 }
 
@@ -56,7 +56,7 @@ class FailingLane final : public Lane {
   std::pair<StorageRefPtr, TicketPtr> fetch(BlockPtr, Tickets) override { return {}; }
   TicketPtr fetch_into(BlockPtr, StorageRefPtr, size_t, Tickets) override { return nullptr; }
   void settle() override {}
-  size_t leaving_bytes() override { return kBudget; }
+  size_t leaving_bytes() override { return kPoolBytes; }
   void set_max_leaving_bytes(size_t) override {}
 };
 
@@ -79,17 +79,17 @@ class Entries : public ::testing::Test {
   }
 
   std::shared_ptr<Pool> pool = std::make_shared<Pool>(
-      std::make_shared<BudgetedSlabs>(std::make_shared<OrdinarySlabs>(), kBudget),
-      PoolOptions{.slab_bytes = kBudget, .alignment = 512});
+      std::make_shared<BudgetedSlabs>(std::make_shared<OrdinarySlabs>(), kPoolBytes),
+      PoolOptions{.slab_bytes = kPoolBytes, .alignment = 512});
   // A send begins when somebody waits for it.
-  BlockSender sender{std::make_shared<WorkerLane>(0, kBudget), pool};
+  BlockSender sender{std::make_shared<WorkerLane>(0, kPoolBytes), pool};
   EnginePtr engine = std::make_shared<Engine>(/*window_bytes=*/0);
   Ledger& ledger = engine->ledger;
   std::vector<std::string> told;
 };
 
 TEST_F(Entries, AStepThatIsNotLegalSaysWhoTriedWhatAndChangesNothing) {
-  const at::Tensor tensor = filled(1);
+  const at::Tensor tensor = full_of(1);
   const EntryPtr entry = entry_of(tensor);
   try {
     entry->move(State::kReturning);
@@ -100,11 +100,11 @@ TEST_F(Entries, AStepThatIsNotLegalSaysWhoTriedWhatAndChangesNothing) {
     EXPECT_NE(said.find("from resident to returning"), std::string::npos) << said;
   }
   EXPECT_EQ(entry->state(), State::kResident);
-  EXPECT_EQ(ledger.counters.resident_bytes, kBytes);
+  EXPECT_EQ(ledger.counters.resident_bytes, kStorageBytes);
 }
 
 TEST_F(Entries, AnEntryIsFoundByItsVeryStorageAndContent) {
-  at::Tensor tensor = filled(1);
+  at::Tensor tensor = full_of(1);
   EntryPtr entry = entry_of(tensor);
   EXPECT_EQ(ledger.find(look_at(tensor)).known, entry);
   EXPECT_EQ(ledger.find(look_at(tensor.slice(0, 10))).known, entry);
@@ -120,7 +120,7 @@ TEST_F(Entries, AnEntryIsFoundByItsVeryStorageAndContent) {
 }
 
 TEST_F(Entries, AStorageThatCameBackIsNotTakenForWhatHasItsOldAddress) {
-  at::Tensor tensor = filled(7);
+  at::Tensor tensor = full_of(7);
   const SavedView look = look_at(tensor);
   const EntryPtr entry = sent(tensor, sender);
   tensor.reset();
@@ -129,14 +129,14 @@ TEST_F(Entries, AStorageThatCameBackIsNotTakenForWhatHasItsOldAddress) {
   const StorageRefPtr storage = entry->bring();
   entry->arrival()->wait();
   EXPECT_NE(storage->storage.unsafeGetStorageImpl(), look.storage_key());
-  EXPECT_TRUE(look.rebuild(*storage, false).equal(filled(7)));
+  EXPECT_TRUE(look.rebuild(*storage, false).equal(full_of(7)));
   EXPECT_EQ(ledger.find(look).known, nullptr);
   EXPECT_EQ(ledger.counters.stalls, 1);
-  EXPECT_EQ(ledger.counters.returned_bytes, kBytes);
+  EXPECT_EQ(ledger.counters.returned_bytes, kStorageBytes);
 }
 
 TEST_F(Entries, ASendThatFailedGivesTheStorageBack) {
-  const at::Tensor tensor = filled(3);
+  const at::Tensor tensor = full_of(3);
   BlockSender failing(std::make_shared<FailingLane>(), pool);
   const EntryPtr entry = sent(tensor, failing, /*wait=*/false);
   Departing departing;
@@ -148,13 +148,13 @@ TEST_F(Entries, ASendThatFailedGivesTheStorageBack) {
   ASSERT_NE(entry->storage, nullptr);
   EXPECT_EQ(entry->storage->storage.unsafeGetStorageImpl(), look_at(tensor).storage_key());
   EXPECT_EQ(ledger.counters.away_bytes, 0);
-  EXPECT_EQ(ledger.kept().at("pool").nbytes, kBytes);
+  EXPECT_EQ(ledger.kept().at("pool").nbytes, kStorageBytes);
   ASSERT_EQ(told.size(), 1u);
   EXPECT_NE(told[0].find("a storage stays where it is"), std::string::npos) << told[0];
 }
 
 TEST_F(Entries, TheLastHandleTakesTheEntryAlong) {
-  at::Tensor tensor = filled(5);
+  at::Tensor tensor = full_of(5);
   EntryPtr entry = sent(tensor, sender);
   std::vector<SavedTensor> handles;
   for (int times = 0; times < 2; ++times) {
@@ -177,10 +177,10 @@ TEST_F(Entries, TheLastHandleTakesTheEntryAlong) {
 }
 
 TEST_F(Entries, AnEntryThatIsGoneIsFoundByNobody) {
-  const at::Tensor tensor = filled(1);
+  const at::Tensor tensor = full_of(1);
   EntryPtr entry = entry_of(tensor);
   const auto iteration = std::make_shared<Iteration>(nullptr, 0);
-  iteration->admit(kBytes, false, Iteration::kNoGroup);
+  iteration->admit(kStorageBytes, false, Iteration::kNoGroup);
   iteration->place(entry);
   EXPECT_EQ(iteration->entry(0), entry);
   entry.reset();
@@ -191,12 +191,12 @@ TEST_F(Entries, AnEntryThatIsGoneIsFoundByNobody) {
 }
 
 TEST_F(Entries, ASenderWithoutRoomChangesNothing) {
-  const at::Tensor tensor = filled(1);
+  const at::Tensor tensor = full_of(1);
   const EntryPtr entry = entry_of(tensor);
   BlockSender full(
-      std::make_shared<WorkerLane>(0, kBudget),
+      std::make_shared<WorkerLane>(0, kPoolBytes),
       std::make_shared<Pool>(std::make_shared<BudgetedSlabs>(std::make_shared<OrdinarySlabs>(), 0),
-                             PoolOptions{.slab_bytes = kBudget, .alignment = 512}));
+                             PoolOptions{.slab_bytes = kPoolBytes, .alignment = 512}));
   EXPECT_FALSE(entry->swap(full, storage_of(tensor)));
   EXPECT_EQ(entry->state(), State::kResident);
   EXPECT_EQ(entry->away(), nullptr);
@@ -204,10 +204,10 @@ TEST_F(Entries, ASenderWithoutRoomChangesNothing) {
 }
 
 TEST_F(Entries, WhatStaysIsCountedOnceForAsLongAsItIsKnown) {
-  const at::Tensor tensor = filled(1);
+  const at::Tensor tensor = full_of(1);
   std::shared_ptr<Stay> stay = Stay::make({engine, &ledger}, look_at(tensor));
   EXPECT_EQ(ledger.find(look_at(tensor.slice(0, 5))).known, stay);
-  EXPECT_EQ(ledger.counters.resident_bytes, kBytes);
+  EXPECT_EQ(ledger.counters.resident_bytes, kStorageBytes);
   EXPECT_EQ(ledger.known_storages(), 1u);
   stay.reset();
   EXPECT_EQ(ledger.counters.resident_bytes, 0);
@@ -222,7 +222,7 @@ TEST_F(Entries, WhatDepartsIsAccountedForOnceNobodyHoldsIt) {
   std::vector<at::Tensor> tensors;
   std::vector<EntryPtr> entries;
   for (size_t which = 0; which < kAll; ++which) {
-    tensors.push_back(filled(static_cast<uint8_t>(which)));
+    tensors.push_back(full_of(static_cast<uint8_t>(which)));
     entries.push_back(sent(tensors.back(), sender));
     departing.add(entries.back().get());
   }
@@ -237,14 +237,14 @@ TEST_F(Entries, WhatDepartsIsAccountedForOnceNobodyHoldsIt) {
                                            "more were looked at than was asked for";
   departing.notice_gone();
   EXPECT_EQ(departing.size(), kAll - 3);
-  EXPECT_EQ(ledger.counters.freed_bytes, 3 * kBytes);
+  EXPECT_EQ(ledger.counters.freed_bytes, 3 * kStorageBytes);
   EXPECT_EQ(entries[0]->state(), State::kLeaving);
 }
 
 TEST_F(Entries, SendsAreLookedAtInTheirOrderAndTheFirstThatRunsEndsTheLook) {
   Departing departing;
-  BlockSender second(std::make_shared<WorkerLane>(0, kBudget), pool);
-  const at::Tensor one = filled(1), other = filled(2);
+  BlockSender second(std::make_shared<WorkerLane>(0, kPoolBytes), pool);
+  const at::Tensor one = full_of(1), other = full_of(2);
   EntryPtr running = sent(one, sender, /*wait=*/false), ended = sent(other, second);
   departing.add(running.get());
   departing.add(ended.get());
@@ -259,7 +259,7 @@ TEST_F(Entries, SendsAreLookedAtInTheirOrderAndTheFirstThatRunsEndsTheLook) {
 }
 
 TEST_F(Entries, EntriesDoNotNeedTheRowsThatTheyAreIn) {
-  const at::Tensor tensor = filled(1);
+  const at::Tensor tensor = full_of(1);
   EntryPtr entry = sent(tensor, sender, /*wait=*/false);
   {
     Departing departing;
@@ -303,19 +303,19 @@ TEST(Counts, CountingAnewBeginsWithWhatIsAlive) {
 // --- what handles and recipes hold ---
 
 TEST_F(Entries, ASavedTensorIsTheSameTensorAgainWhereverItsBytesWere) {
-  at::Tensor tensor = filled(9);
+  at::Tensor tensor = full_of(9);
   const SavedTensor moved = SavedTensor::moved(sent(tensor, sender), look_at(tensor));
   const SavedTensor kept = SavedTensor::kept(without_graph(tensor), 0, nullptr);
   EXPECT_TRUE(kept.unpack().is_alias_of(tensor));
   EXPECT_TRUE(moved.unpack().is_alias_of(tensor)) << "somebody held it: nothing has to come back";
   tensor.reset();
-  EXPECT_TRUE(moved.unpack().equal(filled(9)));
+  EXPECT_TRUE(moved.unpack().equal(full_of(9)));
   EXPECT_EQ(moved.stays(), false);
   EXPECT_EQ(kept.stays(), true);
 }
 
 TEST_F(Entries, AnEditAfterTheSaveIsNoticedWhereverTheBytesAre) {
-  at::Tensor tensor = filled(1);
+  at::Tensor tensor = full_of(1);
   const SavedTensor moved = SavedTensor::moved(sent(tensor, sender), look_at(tensor));
   const SavedTensor kept = SavedTensor::kept(without_graph(tensor), 0, nullptr);
   tensor.add_(1);

@@ -22,15 +22,15 @@
 namespace memswap {
 namespace {
 
-constexpr int64_t kBytes = 1 << 20;
-constexpr size_t kBudget = 4 << 20;
+constexpr int64_t kTensorBytes = 1 << 20;
+constexpr size_t kSlabBytes = 4 << 20;
 const c10::Device kCpu(c10::kCPU);
-const TensorKey kTensor{"unit", 0, kBytes, c10::ScalarType::Byte};
+const TensorKey kTensor{"unit", 0, kTensorBytes, c10::ScalarType::Byte};
 
 std::shared_ptr<Pool> new_pool() {
   return std::make_shared<Pool>(
-      std::make_shared<BudgetedSlabs>(std::make_shared<OrdinarySlabs>(), kBudget),
-      PoolOptions{.slab_bytes = kBudget, .alignment = 512});
+      std::make_shared<BudgetedSlabs>(std::make_shared<OrdinarySlabs>(), kSlabBytes),
+      PoolOptions{.slab_bytes = kSlabBytes, .alignment = 512});
 }
 
 // Opens what it was given.
@@ -87,14 +87,14 @@ class SentBy : public ::testing::Test {
   }
 
   const std::shared_ptr<Pool> pool = new_pool();
-  const std::shared_ptr<WorkerLane> lane = std::make_shared<WorkerLane>(0, kBudget);
+  const std::shared_ptr<WorkerLane> lane = std::make_shared<WorkerLane>(0, kSlabBytes);
 };
 
 at::Tensor noise() {
-  at::Tensor tensor = at::empty({kBytes}, at::kByte);
+  at::Tensor tensor = at::empty({kTensorBytes}, at::kByte);
   std::mt19937 random(1);
   auto* const bytes = tensor.mutable_data_ptr<uint8_t>();
-  for (int64_t index = 0; index < kBytes; ++index) {
+  for (int64_t index = 0; index < kTensorBytes; ++index) {
     bytes[index] = static_cast<uint8_t>(random());
   }
   return tensor;
@@ -103,21 +103,21 @@ at::Tensor noise() {
 TEST_F(SentBy, AFrameComesBackAndItsReportIsTakenInOnce) {
   const auto transfers = by_codec();
   const auto sent =
-      transfers->send(Form::kFrame, storage_of(at::zeros({kBytes}, at::kByte)), kTensor);
+      transfers->send(Form::kFrame, storage_of(at::zeros({kTensorBytes}, at::kByte)), kTensor);
   ASSERT_TRUE(std::holds_alternative<Leaving>(sent));
   EXPECT_EQ(transfers->awaited_reports(), 1u);
   EXPECT_FALSE(transfers->expectations->sizes(kTensor));
   const auto encoded = transfers->take_report();
   ASSERT_TRUE(encoded);
-  EXPECT_EQ(encoded->nbytes, kBytes);
-  EXPECT_LT(encoded->frame_nbytes, kBytes / 10);
+  EXPECT_EQ(encoded->nbytes, kTensorBytes);
+  EXPECT_LT(encoded->frame_nbytes, kTensorBytes / 10);
   EXPECT_TRUE(encoded->entry.expired());
   EXPECT_FALSE(transfers->take_report());
   EXPECT_TRUE(transfers->expectations->sizes(kTensor));
   const auto [storage, arrival] = std::get<Leaving>(sent).away->bring();
   arrival->wait();
   const auto* const bytes = static_cast<const char*>(storage->storage.data());
-  EXPECT_EQ(std::string(bytes, kBytes), std::string(kBytes, '\0'));
+  EXPECT_EQ(std::string(bytes, kTensorBytes), std::string(kTensorBytes, '\0'));
 }
 
 TEST_F(SentBy, WhatDidNotShrinkStaysFromThenOn) {
@@ -133,10 +133,10 @@ TEST_F(SentBy, WhatDidNotShrinkStaysFromThenOn) {
 
 TEST_F(SentBy, WithoutACodecOrRoomTheReasonIsSaid) {
   const auto transfers = by(nullptr, Expectations::of_device(kCpu, {}));
-  const StorageRefPtr small = storage_of(at::zeros({kBytes}, at::kByte));
+  const StorageRefPtr small = storage_of(at::zeros({kTensorBytes}, at::kByte));
   EXPECT_STREQ(refused(transfers->send(Form::kFrame, small, kTensor)).reason, "no codec");
   EXPECT_TRUE(std::holds_alternative<Leaving>(transfers->send(Form::kBlock, small, kTensor)));
-  const StorageRefPtr large = storage_of(at::empty({2 * kBudget}, at::kByte));
+  const StorageRefPtr large = storage_of(at::empty({2 * kSlabBytes}, at::kByte));
   const Refused full = refused(transfers->send(Form::kBlock, large, kTensor));
   EXPECT_STREQ(full.reason, BlockForm::kShortOf);
   EXPECT_NE(full.why.find("budget"), std::string::npos) << full.why;
@@ -146,17 +146,17 @@ TEST_F(SentBy, WithoutACodecOrRoomTheReasonIsSaid) {
 TEST_F(SentBy, ATrialWithoutRoomIsAskedForInTheLayoutThatIsKnown) {
   const auto expectations =
       std::make_shared<Expectations>(Expectations::Device{}, ExpectationLimits{.trial_share = 1});
-  const TensorKey floats{"unit", 0, kBytes, c10::ScalarType::BFloat16};
+  const TensorKey floats{"unit", 0, kTensorBytes, c10::ScalarType::BFloat16};
   FrameFacts flat;
-  flat.frame_nbytes = kBytes / 2;
-  flat.elements = kBytes / 2;
+  flat.frame_nbytes = kTensorBytes / 2;
+  flat.elements = kTensorBytes / 2;
   flat.blocks = flat.fw2_blocks = 512;
   expectations->learn(expectations->of(floats), flat);
   expectations->begin_iteration();
   const auto codec = std::make_shared<FullCodec>();
   const auto transfers = by(codec, expectations);
-  const Refused full =
-      refused(transfers->send(Form::kFrame, storage_of(at::zeros({kBytes}, at::kByte)), floats));
+  const Refused full = refused(
+      transfers->send(Form::kFrame, storage_of(at::zeros({kTensorBytes}, at::kByte)), floats));
   EXPECT_STREQ(full.reason, FrameForm::kShortOf);
   EXPECT_EQ(full.why, "no room at all");
   EXPECT_EQ(codec->asked, (std::vector{static_cast<uint8_t>(frame::Shape::kInts),

@@ -10,7 +10,7 @@ namespace {
 
 constexpr size_t kPageBytes = 4096;
 
-void finish_free(Machine& machine, Block& block) {
+void finish_unpinning(Machine& machine, Block& block) {
   if (machine.detector.on()) {
     VectorClock known = machine.host_clock;
     for (const auto& use : block.pending_uses) known.join(use->clock);
@@ -30,7 +30,7 @@ void finish_deferred(Machine& machine) {
     for (const auto& use : block->pending_uses)
       if (!machine.scheduler.complete(*use)) return false;
     --memory.stats.deferred;
-    finish_free(machine, *block);
+    finish_unpinning(machine, *block);
     return true;
   });
 }
@@ -96,7 +96,7 @@ void pinned_free(void* pointer) noexcept {
     block->pending_uses.push_back(machine.record(machine.scheduler.stream(user)));
   block->used_by.clear();
   if (block->pending_uses.empty()) {
-    finish_free(machine, *block);
+    finish_unpinning(machine, *block);
   } else {
     ++machine.pinned.stats.deferred;
     machine.pinned.deferred.push_back(block);
