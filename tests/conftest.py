@@ -46,7 +46,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+def seed_no_absent_devices() -> None:
+    """`torch.manual_seed` writes down the stack for each device that torch could have, as it may be
+    seeded later: CUDA, XPU, MTIA. Without them that is for nothing, and takes 0.3 ms each time.
+    """
+    for module in (torch.cuda, torch.xpu, torch.mtia):
+        if not module.is_available():
+            module.manual_seed_all = lambda seed: None
+
+
 def pytest_configure(config: pytest.Config) -> None:
+    seed_no_absent_devices()
     if config.getoption("--device") in SIMULATED:
         import simulator
 

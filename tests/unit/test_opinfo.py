@@ -22,6 +22,8 @@ common = pytest.importorskip(
     reason="torch's operator list needs its test dependencies (numpy, expecttest)",
 )
 
+utils = pytest.importorskip("torch.testing._internal.common_utils")
+
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 #: Operators whose gradients differ from run to run without any hooks, and from the same seed.
@@ -40,10 +42,21 @@ def name_of(op: Any) -> str:
     return op.name + (f"-{op.variant_test_name}" if op.variant_test_name else "")
 
 
+def seeded(op: Any) -> Iterator[Any]:
+    """As `op.sample_inputs` does it, which looks through the stack for a unittest each time."""
+    utils.set_rng_seed()
+    samples = iter(op.sample_inputs_func(op, "cpu", torch.float64, True))
+    while True:
+        utils.set_rng_seed()
+        if (sample := next(samples, None)) is None:
+            return
+        yield sample
+
+
 def samples_of(op: Any, most: int) -> Iterator[tuple[Any, tuple[torch.Tensor, ...]]]:
     """The first samples with a differentiable float input: a function of those, and the inputs."""
     found = 0
-    for sample in op.sample_inputs("cpu", torch.float64, requires_grad=True):
+    for sample in seeded(op):
         arguments = (sample.input, *sample.args)
         leaves, spec = torch.utils._pytree.tree_flatten((arguments, dict(sample.kwargs)))
         places = [
