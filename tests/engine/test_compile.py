@@ -41,7 +41,7 @@ def ways(hows: tuple[str, ...]) -> list[Any]:
             how,
             first,
             id=f"{how}-{'before' if first else 'after'} manage",
-            marks=() if first == (number % 2 == 0) else pytest.mark.cpu_only,
+            marks=() if first == (number % 2 == 0) else pytest.mark.slow_on_accelerators,
         )
         for number, how in enumerate(hows)
         for first in (True, False)

@@ -47,7 +47,7 @@ ELSEWHERE = ("finetune_trainer", "lora_trl", "lightning_module", "fsdp2_context_
 EXAMPLES = [one for one in sorted((ROOT / "examples").glob("*.py")) if one.stem not in ELSEWHERE]
 
 #: What they are called with, where they take long by themselves.
-OPTIONS = {"long_sequence": ["--lengths", "128", "256", "512"]}
+OPTIONS = {"long_sequence": ["--lengths", "64", "128", "256"]}
 
 
 def test_examples_are_short() -> None:
