@@ -28,9 +28,10 @@ class Iteration : public std::enable_shared_from_this<Iteration> {
  public:
   static constexpr int64_t kNoGroup = -1;
 
-  // Why a storage should stay, for the statistics.
-  static constexpr const char* kNeededAtOnce = "needed at once";
-  static constexpr const char* kNeverFreed = "never freed";
+  // Why a storage should stay, for the statistics. Told apart by address, so each is one array: a
+  // pointer to a literal may be another one in each file.
+  static constexpr char kNeededAtOnce[] = "needed at once";
+  static constexpr char kNeverFreed[] = "never freed";
 
   // `forecast`: what an earlier iteration predicts, or nullptr. `window_bytes`: of prefetching;
   // nothing: by what is saved ([Note: Prefetched bytes]).
