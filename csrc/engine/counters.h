@@ -27,6 +27,7 @@ struct Counters {
   double exposed_wait_s = 0;
   int64_t resident_bytes = 0;
   int64_t peak_resident_bytes = 0;
+  int64_t lately_resident_bytes = 0;
   int64_t away_bytes = 0;
   int64_t peak_away_bytes = 0;
   // Parts of `resident_bytes` that no entry stands for.
@@ -42,7 +43,11 @@ struct Counters {
   void resident(int64_t change) {
     resident_bytes += change;
     peak_resident_bytes = std::max(peak_resident_bytes, resident_bytes);
+    lately_resident_bytes = std::max(lately_resident_bytes, resident_bytes);
   }
+
+  // The most that was resident, of each change since this was asked last; 0: nothing changed.
+  int64_t most_lately() { return std::exchange(lately_resident_bytes, 0); }
 
   // Absolute numbers, so that an update that an interrupt cut off corrects itself with the next.
   void set_recomputed(int64_t nbytes) {

@@ -11,6 +11,8 @@
 #include <stdexcept>
 #include <vector>
 
+#include "held_at_peak.h"
+
 namespace memswap {
 
 class DemandOrder {
@@ -228,6 +230,8 @@ struct Forecast {
   std::vector<size_t> order;  // in which all of them will be demanded
   std::vector<int64_t> sizes;
   std::vector<Verdict> verdicts;
+  // What stays because it is held at the peak, unless it has a recipe.
+  HeldAtPeak::Frames held_at_peak;
 };
 
 }  // namespace memswap

@@ -19,10 +19,18 @@ double wait(Ticket& ticket) {
   return std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
 }
 
+// Bytes of the device that a storage's frame takes, or would if it was not held at the peak.
+int64_t waited_nbytes(const Entry& entry) {
+  if (const AwayFormPtr away = entry.away()) {
+    return static_cast<int64_t>(away->device_nbytes());
+  }
+  return entry.iteration ? entry.iteration->frame_held_at_peak(entry.index).value_or(0) : 0;
+}
+
 // Backward has the storage now: what proves a recipe of it looks once more.
 void tell_trial(const Entry& entry) {
   if (const std::shared_ptr<Trial> trial = entry.trial) {
-    trial->demanded(entry.away() ? static_cast<int64_t>(entry.away()->device_nbytes()) : 0);
+    trial->demanded(waited_nbytes(entry));
   }
 }
 
@@ -45,14 +53,15 @@ void Engine::look_ahead(const EntryPtr& entry) {
   const IterationPtr of = entry->iteration;
   if (windows) {
     windows->look_ahead(of, entry->index);
-    return;
-  }
-  try {
-    for (const EntryPtr& next : of->demand(entry->index)) {
-      next->fetch_ahead();
+  } else {
+    try {
+      for (const EntryPtr& next : of->demand(entry->index)) {
+        next->fetch_ahead();
+      }
+    } catch (const c10::OutOfMemoryError&) {
     }
-  } catch (const c10::OutOfMemoryError&) {
   }
+  of->at_peak.demanded(entry->index, ledger.counters.most_lately());
 }
 
 StorageRefPtr Engine::demand(const EntryPtr& entry) {

@@ -207,6 +207,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   Saved admit(const Offer& offer, const TransfersPtr& by, Decision decision);
   const char* send_as(Action action, const Offer& offer, const TransfersPtr& by,
                       const EntryPtr& entry, const StorageRefPtr& storage);
+  void note_save(const Entry& entry, bool stays);
   const TransfersPtr& transfers_from(c10::Device device);
   Action default_action(const Transfers& by);
   AskedRecipe recipe_of(const Offer& offer, double most_extra, bool leaves);

@@ -162,6 +162,9 @@ bool Entry::gone(bool wait) {
     return false;
   }
   require(residence_->go(), State::kAway);
+  if (iteration) {
+    iteration->at_peak.let_go(index);
+  }
   return true;
 }
 

@@ -61,6 +61,24 @@ const char* Iteration::verdict(size_t index, int64_t nbytes) {
   return nullptr;
 }
 
+std::optional<int64_t> Iteration::frame_held_at_peak(size_t index) const {
+  const bool none_stays = given_window_bytes_ == 0;  // at the end of the forward, by who uses this
+  if (none_stays || !forecast_ || !forecast_->held_at_peak.contains(index)) {
+    return std::nullopt;
+  }
+  return forecast_->held_at_peak.at(index);
+}
+
+void Iteration::look_at_held() {
+  const std::vector<size_t> held = at_peak.held();
+  for (const size_t index : held) {
+    const EntryPtr entry = this->entry(index);
+    if (!entry || entry->held_by_handles_only()) {
+      at_peak.let_go(index);
+    }
+  }
+}
+
 void Iteration::place(const EntryPtr& entry) {
   if (entry->iteration || entries_.empty() || !entries_.back().expired()) {
     throw std::invalid_argument(
@@ -232,7 +250,9 @@ int64_t Iteration::leaving_bytes() const {
 
 Forecast Iteration::predicts(int64_t window_bytes) const {
   const std::vector<size_t> places(held.begin(), held.end());
-  return {order_, places, window_bytes};
+  Forecast made(order_, places, window_bytes);
+  made.held_at_peak = at_peak.best();
+  return made;
 }
 
 // --- timeline ------------------------------------------------------------------------------------

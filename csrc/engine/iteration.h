@@ -16,6 +16,7 @@
 
 #include "demand_order.h"
 #include "entry.h"
+#include "held_at_peak.h"
 #include "plan.h"
 #include "proven_recipe.h"
 
@@ -32,6 +33,7 @@ class Iteration : public std::enable_shared_from_this<Iteration> {
   // pointer to a literal may be another one in each file.
   static constexpr char kNeededAtOnce[] = "needed at once";
   static constexpr char kNeverFreed[] = "never freed";
+  static constexpr char kHeldAtPeak[] = "held at the peak";
 
   // `forecast`: what an earlier iteration predicts, or nullptr. `window_bytes`: of prefetching;
   // nothing: by what is saved ([Note: Prefetched bytes]).
@@ -46,6 +48,9 @@ class Iteration : public std::enable_shared_from_this<Iteration> {
   // are those of a checkpoint region, which replays its forward: they are expected back in the
   // order in which they were saved. Why the storage should stay, or nullptr.
   const char* admit(int64_t nbytes, bool decoded, int64_t group);
+  // The length of the frame that a storage should do without ([Note: Held at the peak] in
+  // held_at_peak.h); nothing: it need not.
+  std::optional<int64_t> frame_held_at_peak(size_t index) const;
   // The entry of the storage that was admitted last. Throws std::invalid_argument.
   void place(const EntryPtr& entry);
 
@@ -125,6 +130,11 @@ class Iteration : public std::enable_shared_from_this<Iteration> {
 
   // Places of storages that stayed alive although they had left.
   std::set<size_t> held;
+
+  // What is held at the peak, where no plan says what stays.
+  HeldAtPeak at_peak;
+  // Notices which of what stays for that the forward has let go of.
+  void look_at_held();
 
  private:
   const char* verdict(size_t index, int64_t nbytes);

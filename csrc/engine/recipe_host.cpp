@@ -32,12 +32,10 @@ StorageRefPtr looked_at(Entry& entry) {
 // What a recipe keeps, as autograd would.
 class SavedSource final : public Source {
  public:
-  // `seen`: how a storage looks that waits elsewhere, by `entry`; or the tensor itself, which
-  // stays.
+  // `seen`: how a storage looks that waits elsewhere, by `entry`. Without these the tensor stays.
   SavedSource(SavedTensor saved, EntryPtr entry, KnownTensor seen)
       : saved_(std::move(saved)), entry_(std::move(entry)), seen_(std::move(seen)) {}
-  SavedSource(SavedTensor saved, at::Tensor held)
-      : saved_(std::move(saved)), held_(std::move(held)) {}
+  explicit SavedSource(SavedTensor saved) : saved_(std::move(saved)) {}
   SavedSource(const SavedSource&) = delete;
   SavedSource& operator=(const SavedSource&) = delete;
 
@@ -74,7 +72,7 @@ class SavedSource final : public Source {
 
   at::Tensor look() override {
     if (!entry_) {
-      return held_;
+      return saved_->tensor();
     }
     const WithGil gil;
     const Locked locked(entry_->engine()->lock);
@@ -93,7 +91,6 @@ class SavedSource final : public Source {
   std::optional<SavedTensor> saved_;
   EntryPtr entry_;  // that `saved_` shares
   const std::optional<KnownTensor> seen_;
-  const at::Tensor held_;
 };
 
 // [Note: Parameters whose memory comes and goes]
@@ -131,10 +128,11 @@ EntryPtr moved_entry(const KnownPtr& known) {
 constexpr int64_t kFirstOrdinal = int64_t{1} << 40;
 constexpr int64_t kMostForOne = 64;
 
-SourcePtr kept_source(const at::Tensor& held, KnownPtr known) {
+// `held` has no graph, and no other share of its storage than this one.
+SourcePtr kept_source(at::Tensor held, KnownPtr known) {
   const auto version = static_cast<uint32_t>(held._version());
   return std::make_shared<SavedSource>(
-      SavedTensor::kept(without_graph(held), version, std::move(known)), held);
+      SavedTensor::kept(std::move(held), version, std::move(known)));
 }
 
 SourcePtr moved_source(const EntryPtr& entry, const KnownTensor& tensor) {
@@ -188,8 +186,8 @@ SourcePtr EngineRecipeHost::keep(const KnownTensor& tensor, Standing standing) {
   if (const EntryPtr entry = moved_entry(known)) {
     return moved_source(entry, tensor);
   }
-  const at::Tensor held = tensor.lock();
-  return held.defined() ? kept_source(held, std::move(known)) : nullptr;
+  at::Tensor held = tensor.lock();
+  return held.defined() ? kept_source(std::move(held), std::move(known)) : nullptr;
 }
 
 bool EngineRecipeHost::can_save(const KnownTensor& tensor) {
@@ -202,7 +200,7 @@ bool EngineRecipeHost::could_save(const KnownTensor& tensor) {
 }
 
 SourcePtr EngineRecipeHost::save(const KnownTensor& tensor) {
-  const at::Tensor held = tensor.lock();
+  at::Tensor held = tensor.lock();
   if (!held.defined() || offer_ == nullptr) {
     return nullptr;
   }
@@ -226,7 +224,7 @@ SourcePtr EngineRecipeHost::save(const KnownTensor& tensor) {
   if (saved.as == Saved::As::kMoved) {
     return moved_source(std::static_pointer_cast<Entry>(saved.known), tensor);
   }
-  return kept_source(held, std::move(saved.known));
+  return kept_source(std::move(held), std::move(saved.known));
 }
 
 at::Tensor EngineRecipeHost::look(const KnownTensor& tensor) {

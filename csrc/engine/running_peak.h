@@ -41,6 +41,16 @@ class RunningPeak {
   // The largest running sum; less than any number of bytes if there are no numbers.
   int64_t peak() const { return nodes_[1].peak; }
 
+  // The first place whose running sum that is; 0 if there are no numbers.
+  size_t place() const {
+    size_t node = 1;
+    while (node < leaves_) {
+      const Node& left = nodes_[2 * node];
+      node = 2 * node + (left.peak == nodes_[node].peak ? 0 : 1);
+    }
+    return node - leaves_;
+  }
+
  private:
   struct Node {
     int64_t sum = 0;

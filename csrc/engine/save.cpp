@@ -222,6 +222,7 @@ Saved Engine::decide(const Offer& offer, AskedRecipe asked) {
     host->begin_iteration(*this);
   }
   departing.notice_some();
+  iteration->look_at_held();
   learn();
   ++offer.ordinal;
   Action wanted = action ? *action : default_action(*by);
@@ -262,6 +263,10 @@ Saved Engine::admit(const Offer& offer, const TransfersPtr& by, Decision decisio
   Saved made{Saved::As::kMoved, entry};
   if (!(recomputes || decision.learns) ||
       !becomes_recipe(entry, offer, recomputes, decision.asked)) {
+    if (why == nullptr && action == Action::kEncode &&
+        iteration->frame_held_at_peak(entry->index)) {
+      why = Iteration::kHeldAtPeak;
+    }
     if (why == nullptr) {
       why = send_as(action, offer, by, entry, storage);
     }
@@ -273,8 +278,22 @@ Saved Engine::admit(const Offer& offer, const TransfersPtr& by, Decision decisio
   storage.reset();  // its ticket's share is the last one
   if (directed) {
     saved(entry);
+  } else if (schedule != Schedule::kBatches && !by->works_ahead()) {
+    note_save(*entry, why == Iteration::kHeldAtPeak);
   }
   return made;
+}
+
+// What is there with a save ([Note: Held at the peak]).
+void Engine::note_save(const Entry& entry, bool stays) {
+  int64_t frame_nbytes = 0;
+  if (stays) {
+    frame_nbytes = *iteration->frame_held_at_peak(entry.index);
+  } else if (const auto frame = std::dynamic_pointer_cast<FrameForm>(entry.away())) {
+    frame_nbytes = static_cast<int64_t>(frame->device_nbytes());
+  }
+  iteration->at_peak.saved(entry.index, entry.nbytes(), frame_nbytes, stays,
+                           ledger.counters.most_lately());
 }
 
 // The reason why the storage stays, or nullptr.

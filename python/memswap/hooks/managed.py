@@ -174,6 +174,7 @@ REASONS = {
     "policy": "the policy says KEEP, or leaves the unit out",
     "planned": "the plan keeps it",
     "needed at once": "backward begins with it: leaving would be a detour",
+    "held at the peak": "the forward still uses it at its peak, which its frame would raise",
     "never freed": "somebody else holds the storage (a residual stream, a module's output), so "
     "leaving frees nothing",
     "does not shrink": "its frame was longer than 0.95 of it; looked at again later",
