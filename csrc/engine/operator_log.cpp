@@ -1,5 +1,6 @@
 #include "operator_log.h"
 
+#include <ATen/core/LegacyTypeDispatch.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
@@ -57,6 +58,23 @@ void for_each_tensor(const c10::IValue& argument, const Take& take) {
   }
 }
 
+// [Note: Indices are copied]
+// Which rows a lookup reads is a batch of the user's, which nobody has computed and which numpy may
+// fill anew without anybody counting it. Such a tensor is no source. But it is short, so the call
+// has a copy of its own, made before the lookup has read it. In host memory alone: elsewhere a copy
+// would have to be ordered.
+constexpr size_t kMostIndices = 64 << 10;
+
+std::optional<at::Tensor> copied_indices(const at::Tensor& indices) {
+  if (!indices.device().is_cpu() || indices.nbytes() > kMostIndices ||
+      !SavedView::capture(indices)) {
+    return std::nullopt;
+  }
+  const OperatorLog::Unobserved unobserved;
+  const at::AutoDispatchBelowADInplaceOrView below;
+  return indices.clone();
+}
+
 // A number of Python's that was wrapped into a tensor for an operator: nobody else has it.
 bool is_number(const at::Tensor& tensor) {
   return tensor.unsafeGetTensorImpl()->is_wrapped_number();
@@ -98,11 +116,18 @@ bool OperatorCall::take(const at::Tensor& tensor, size_t position, std::optional
 OperatorCallPtr OperatorCall::begin(OperatorRulePtr rule,
                                     c10::ArrayRef<const c10::IValue> arguments, uint64_t time) {
   OperatorCallPtr call(new OperatorCall(std::move(rule), time));
+  const std::optional<size_t> indices = call->rule().indices;
   call->arguments_.reserve(arguments.size());
   for (size_t position = 0; position < arguments.size(); ++position) {
     const c10::IValue& argument = arguments[position];
     if (argument.isTensor()) {
       const at::Tensor& tensor = argument.toTensor();
+      if (indices == position && tensor.defined()) {
+        if (std::optional<at::Tensor> copy = copied_indices(tensor)) {
+          call->arguments_.emplace_back(std::move(*copy));
+          continue;
+        }
+      }
       if (tensor.defined() && !is_number(tensor)) {
         if (!call->take(tensor, position, std::nullopt)) {
           return nullptr;

@@ -40,7 +40,8 @@ struct KnownTensor {
 
 // One call of a repeatable operator. Its arguments are complete at once, what it made when it has
 // ended; from then on nothing of it changes. Holds no memory of tensors, but for the numbers that
-// Python's arithmetic wraps into tensors.
+// Python's arithmetic wraps into tensors, and copies of what a lookup was told to look up ([Note:
+// Indices are copied] in operator_log.cpp).
 class OperatorCall {
  public:
   // Somebody who waits for the end, on the thread that makes the call.

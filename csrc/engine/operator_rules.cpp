@@ -160,6 +160,9 @@ OperatorRule OperatorRules::rule_of(const c10::OperatorHandle& op) const {
   rule.reason = obstacle(op);
   if (rule.reason.empty()) {
     rule.kind = OperatorKind::kRepeatable;
+    if (op.operator_name().name == "aten::embedding") {
+      rule.indices = op.schema().argumentIndexWithName("indices");
+    }
     rule.reason = named == named_.end() ? "pointwise" : named->second;
     for (const c10::DispatchKey key : kAutocast) {
       if (op.hasKernelForDispatchKey(key)) {

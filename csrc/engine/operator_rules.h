@@ -8,6 +8,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
 #include <unordered_map>
 #include <vector>
@@ -24,10 +25,11 @@ enum class OperatorKind : uint8_t {
 struct OperatorRule {
   c10::OperatorHandle op;
   OperatorKind kind;
-  std::string reason;            // why it is repeatable, or why it never is
-  c10::DispatchKeySet autocast;  // of the devices under whose autocast what it calls is the maker
-  bool sealed = false;           // what it calls is its own business, and makes nothing
-  std::vector<size_t> written;   // of an operator that edits: the positions of those arguments
+  std::string reason;             // why it is repeatable, or why it never is
+  c10::DispatchKeySet autocast;   // of the devices under whose autocast what it calls is the maker
+  bool sealed = false;            // what it calls is its own business, and makes nothing
+  std::vector<size_t> written;    // of an operator that edits: the positions of those arguments
+  std::optional<size_t> indices;  // of a lookup: the argument that says which rows
 };
 using OperatorRulePtr = std::shared_ptr<const OperatorRule>;
 

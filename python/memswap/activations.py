@@ -30,6 +30,7 @@ from memswap.hooks.operators import OperatorWindows
 from memswap.hooks.units import (
     CompiledCall,
     Iterations,
+    ModelCall,
     UnitCall,
     persistent_tensors,
     records,
@@ -136,7 +137,7 @@ class Manager(Managed):
                 self._engine, policy, pool, budget, rates, group, self._units, account
             )
         self._device, self._optimizer = device, optimizer
-        self._iterations = Iterations(self._engine, self._units.values())
+        self._iterations = Iterations(self._engine, self._units.values(), blocks.models)
         self._models = ModuleHooks()
         self._compiled = ""  # what is to be said of a model that is compiled as a whole
         self._add(self._units, "manage()", in_compiled_code=False)
@@ -315,14 +316,16 @@ class Manager(Managed):
 
     def _begin_model(
         self, key: None, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> CompiledCall | None:
+    ) -> CompiledCall | ModelCall | None:
         """A forward of the model whose blocks these are."""
         if not records():
             return None
         if self._models.depth() == 1:
             self._iterations.begin()
         compiled = self._models.compiled() or compiles_what_it_wraps(module)
-        if not compiled or isinstance(current_scope(), CompiledCall):
+        if not compiled:
+            return ModelCall(self._engine)
+        if isinstance(current_scope(), CompiledCall):
             return None
         self._unseen.end()
         self._engine.set_persistent(persistent_tensors([module]))

@@ -123,6 +123,23 @@ def test_sharded_training_has_the_same_bits(
 
 
 @distributed(2)
+@pytest.mark.parametrize("proofs", [0, recipes.PROOFS])
+@pytest.mark.parametrize("name", list(SHARDINGS))
+def test_a_model_whose_embedding_stands_beside_its_layers(
+    rank: Rank, name: str, proofs: int
+) -> None:
+    """Of a table that is whole, the first layer's input is looked up again; of a shard it stays."""
+    net, reference = (SHARDINGS[name](rank, make_net(torch.float32)) for _ in range(2))
+    losses, stats, words = managed(net, net, rank, proofs)
+    for mine, theirs in zip(losses, train(reference, rank, 5), strict=True):
+        assert torch.equal(mine, theirs)
+    assert_same(net, reference, rank, bitwise=True)
+    assert stats.recipe_runs > 0, words
+    assert stats.resident_bytes == 0 and stats.away_bytes == 0
+    assert any("embedding" in one for one in words) == (name == "DDP"), words
+
+
+@distributed(2)
 @pytest.mark.parametrize("autocast", [False, True], ids=["", "autocast"])
 def test_gathered_weights_are_no_sources_in_a_block(rank: Rank, autocast: bool) -> None:
     """Of a `with` block nobody has said which parameters a model has."""

@@ -111,7 +111,7 @@ def manage_layers(model: GPT, config: TrainingConfig, result: TrainingResult) ->
     # Under a budget the planner chooses among all actions, unless one was asked for.
     free = config.budget is not None and config.policy == "auto"
     policy = memswap.Policy(None if free else action)
-    with memswap.manage(model.layers, policy, pool=pool, budget=config.budget) as manager:
+    with memswap.manage(model, policy, pool=pool, budget=config.budget) as manager:
         yield manager
 
 
@@ -199,7 +199,7 @@ def train(config: TrainingConfig, title: str) -> TrainingResult:
             result.plan = "" if manager.plan is None else str(manager.plan)
     if config.policy is None:
         look_on = memswap.Policy(action=memswap.Action.KEEP)
-        with memswap.manage(model.layers, look_on) as manager:
+        with memswap.manage(model, look_on) as manager:
             forward_and_backward()
             result.stats = result.first_stats = stats_as_dict(manager.stats())
     return result

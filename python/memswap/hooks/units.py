@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves
 
 from memswap._native import native
@@ -13,7 +15,7 @@ from memswap.engine.autograd import computed_from, in_backward, next_node_number
 from memswap.engine.hook_scope import HookScope, can_save, current_scope
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Iterator
     from types import FrameType
 
     from torch import nn
@@ -94,17 +96,90 @@ class CompiledCall(UnitCall):
             self.action, self.why_kept = Action.KEEP, "compiled as a whole"
 
 
+class ModelCall:
+    """The scope of one call of the model around the units: recipes know what it computes.
+
+    What the first unit saves is often an embedding that the model has looked up before.
+    """
+
+    __slots__ = ("_engine", "_recipes")
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._recipes: native.Recipes | None = None
+
+    def enter(self, call: FrameType | None) -> None:
+        if self._engine.recipes is not None and self._engine.knows_operators:
+            self._recipes = self._engine.recipes
+            self._recipes.enter()
+
+    def leave(self, output: object = None) -> None:
+        recipes, self._recipes = self._recipes, None
+        if recipes is not None:
+            recipes.leave()
+
+    def abandon(self) -> None:
+        self.leave()
+
+
+class Around:
+    """Parameters and buffers that models have beside their units.
+
+    [Note: Weights of the model around]
+    A recipe may read them for as long as their memory is the one that they had when the units were
+    given. What is gathered for the model's forward (FSDP2, ZeRO) has other memory by the time that
+    the first unit is called, and may be gone when the recipe runs.
+
+    Args:
+        models: around the units.
+        units: whose own parameters and buffers are looked at when they are called.
+    """
+
+    def __init__(self, models: Iterable[nn.Module], units: Iterable[nn.Module]) -> None:
+        inside = {module for unit in units for module in unit.modules()}
+        self._modules = tuple(
+            dict.fromkeys(
+                module for model in models for module in model.modules() if module not in inside
+            )
+        )
+        self._storages = [
+            StorageWeakRef(part.untyped_storage())
+            for part in self._parts()
+            if not is_lazy(part) and part.layout is torch.strided
+        ]
+
+    def _parts(self) -> Iterator[torch.Tensor]:
+        for module in self._modules:
+            for tensors in (module._parameters, module._buffers):
+                for tensor in tensors.values():
+                    if tensor is not None:
+                        yield from plain_parts(tensor)
+
+    def tensors(self) -> list[torch.Tensor]:
+        """Those whose memory is the one that they had."""
+        known = {one.cdata for one in self._storages if not one.expired()}
+        return [
+            part
+            for part in self._parts()
+            if part.layout is torch.strided and part.untyped_storage()._cdata in known
+        ]
+
+
 class Iterations:
     """Finds out, from the calls of units, where an iteration of their engine begins.
 
     Args:
         engine: that saves what the units save.
         modules: whose parameters and buffers are no activations.
+        models: around them.
     """
 
-    def __init__(self, engine: Engine, modules: Iterable[nn.Module]) -> None:
+    def __init__(
+        self, engine: Engine, modules: Iterable[nn.Module], models: Iterable[nn.Module] = ()
+    ) -> None:
         self._engine = engine
         self._modules = tuple(modules)
+        self._around = Around(models, self._modules)
         self._called: dict[str, None] = {}  # the units of this iteration, by their first calls
         self._first_node = 0  # of autograd: when the first one was called
         self._end_node = 0  # the next one, when the last call ended
@@ -135,7 +210,8 @@ class Iterations:
             if not self._called and not (
                 isinstance(around, CompiledCall) and around.engine is engine
             ):
-                engine.set_persistent(persistent_tensors(self._modules))
+                lasting = persistent_tensors(self._modules) + self._around.tensors()
+                engine.set_persistent(lasting)
                 self._first_node = next_node_number()
             self._called[name] = None
 
