@@ -28,11 +28,10 @@ MODES = ("keep", "encode", "recompute")
 
 @dataclass
 class Case:
-    """A model, its layers, and what makes its loss."""
+    """A model, and what makes its loss."""
 
     name: str
     model: nn.Module
-    layers: nn.ModuleList
     loss: Callable[[], torch.Tensor]
 
 
@@ -55,7 +54,7 @@ def cases(arguments: Any, device: torch.device) -> Iterator[Case]:
     tokens = torch.randint(vocabulary, (batch, sequence), device=device)
     model: nn.Module = GPT(layers, hidden, hidden // 64, sequence).to(device, torch.bfloat16)
     demo = tokens % 256
-    yield Case("demo GPT, bf16", model, model.layers, lambda m=model: m(demo, demo))
+    yield Case("demo GPT, bf16", model, lambda m=model: m(demo, demo))
     config = LlamaConfig(
         layers, hidden, 11 * hidden // 4, hidden // 64, hidden // 128, vocabulary, sequence
     )
@@ -68,7 +67,7 @@ def cases(arguments: Any, device: torch.device) -> Iterator[Case]:
             with autocast(device, precision):
                 return model(tokens, tokens)
 
-        yield Case(f"Llama blocks, {precision}", model, model.layers, loss)
+        yield Case(f"Llama blocks, {precision}", model, loss)
     try:
         import transformers
     except ImportError:
@@ -106,8 +105,7 @@ def cases(arguments: Any, device: torch.device) -> Iterator[Case]:
             with autocast(device, precision):
                 return model(input_ids=tokens, labels=tokens, use_cache=False).loss
 
-        stack = model.model.layers if hasattr(model, "model") else model.transformer.h
-        yield Case(f"{name}, {precision}", model, stack, loss)
+        yield Case(f"{name}, {precision}", model, loss)
 
 
 def step(case: Case) -> float:
@@ -136,7 +134,7 @@ def measure(case: Case, rounds: int) -> list[dict[str, Any]]:
     rows = []
     for mode in MODES:
         plain_s, managed_s = [], []
-        manager = memswap.manage(case.layers, memswap.Policy(action=mode))
+        manager = memswap.manage(case.model, memswap.Policy(action=mode))
         for _ in range(4):  # recipes learn for two steps, frames for one
             step(case)
         equal = same_bits(gradients(case.model), expected)

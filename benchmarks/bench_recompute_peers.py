@@ -130,12 +130,12 @@ def checkpointed(layers: nn.ModuleList, selective: bool) -> None:
         layer.forward = functools.partial(checkpoint, layer.forward, **more)
 
 
-def apply(way: str, layers: nn.ModuleList) -> memswap.Manager | None:
-    """Change a model's layers in one of the ways."""
+def apply(way: str, model: nn.Module, layers: nn.ModuleList) -> memswap.Manager | None:
+    """Change a model, or its layers, in one of the ways."""
     if way in ("frames", "recipes"):
-        return memswap.manage(layers, memswap.Policy("encode" if way == "frames" else None))
+        return memswap.manage(model, memswap.Policy("encode" if way == "frames" else None))
     if way.startswith("budget"):
-        return memswap.manage(layers, budget=way.split()[1])
+        return memswap.manage(model, budget=way.split()[1])
     if way in ("checkpoint", "selective"):
         checkpointed(layers, selective=way == "selective")
     elif way == "compile":
@@ -188,7 +188,7 @@ def run_row(name: str, way: str, arguments: Any) -> dict[str, Any]:
     importlib.import_module("torch._dynamo")  # memswap imports it: as large as all saved bytes
     gc.collect()
     before = taken_bytes(device)
-    manager = apply(way, layers)
+    manager = apply(way, model, layers)
     try:
         for _ in range(6):  # recipes learn for four steps, budgets for three; compiling takes one
             step()
@@ -213,7 +213,7 @@ def run_row(name: str, way: str, arguments: Any) -> dict[str, Any]:
     if manager is not None:
         row["saved_peak_bytes"] = manager.stats().peak_resident_bytes
     elif way == "plain":
-        with memswap.manage(layers, memswap.Policy("keep")) as manager:
+        with memswap.manage(model, memswap.Policy("keep")) as manager:
             step()
             row["saved_peak_bytes"] = manager.stats().peak_resident_bytes
     return {**row, "gradients": digest.hexdigest()}
