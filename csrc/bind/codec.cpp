@@ -10,8 +10,6 @@
 #include "codec/stream_codec_lane.h"
 #include "codec/tensors.h"
 #include "codec/worker_codec_lane.h"
-#include "left_out.h"
-#include "work/stop_at_exit.h"
 
 namespace memswap {
 
@@ -19,29 +17,29 @@ template <>
 inline constexpr std::tuple kMembers<Encoding>{&Encoding::encoded, &Encoding::ticket};
 
 static py::object fields_of(const FrameReport& report) {
-  const frame::Header& of = report.header;
-  return with_attributes("elements"_a = of.elements, "blocks"_a = of.blocks, "dtype"_a = of.dtype,
-                         "shape"_a = of.shape, "frame_nbytes"_a = report.frame_nbytes(),
-                         "var_capacity"_a = of.var_capacity, "var_used"_a = of.var_used,
-                         "overflow_used"_a = of.overflow_used, "zeros"_a = of.zeros,
-                         "center_sum"_a = of.center_sum, "status"_a = of.status);
+  using H = frame::Header;
+  py::object fields =
+      as_object<&H::elements, &H::blocks, &H::dtype, &H::shape, &H::var_capacity, &H::var_used,
+                &H::overflow_used, &H::zeros, &H::center_sum, &H::status>(report.header);
+  fields.attr("frame_nbytes") = report.frame_nbytes();
+  return fields;
 }
 
 static py::object fields_of(const Arena::Statistics& all) {
-  return py::dict("budget_bytes"_a = all.budget_bytes, "reserved_bytes"_a = all.reserved_bytes,
-                  "pinned_bytes"_a = all.pinned_bytes, "set_aside_bytes"_a = all.set_aside_bytes,
-                  "chunks"_a = all.chunks, "live_shares"_a = all.live_shares,
-                  "resets"_a = all.resets, "refusals"_a = all.refusals);
+  using S = Arena::Statistics;
+  return as_dict<&S::budget_bytes, &S::reserved_bytes, &S::pinned_bytes, &S::set_aside_bytes,
+                 &S::chunks, &S::live_shares, &S::resets, &S::refusals>(all);
 }
 
 namespace {
 
 py::object layout_of(int64_t dtype, int64_t shape, uint64_t elements) {
   const frame::Layout layout = checked_layout(dtype, shape, elements);
-  const uint64_t most = layout.max_var_units();
-  return with_attributes("elements"_a = layout.elements, "blocks"_a = layout.blocks,
-                         "fixed_nbytes"_a = layout.var, "max_var_units"_a = most,
-                         "max_nbytes"_a = layout.bytes(most));
+  py::object fields = as_object<&frame::Layout::elements, &frame::Layout::blocks>(layout);
+  fields.attr("fixed_nbytes") = layout.var;
+  fields.attr("max_var_units") = layout.max_var_units();
+  fields.attr("max_nbytes") = layout.bytes(layout.max_var_units());
+  return fields;
 }
 
 // Python's buffers and bytes without numpy, which torch may have been installed without.
@@ -70,28 +68,60 @@ void serve(const std::string& device_type, const py::capsule& capsule) {
 void bind_frames(py::module_& module) {
   module.def("frame_layout", &layout_of, "dtype"_a, "shape"_a, "elements"_a);
   py::register_local_exception<DamagedFrameError>(module, "DamagedFrameError", PyExc_RuntimeError);
-  module.def("encode_tensor", &encode_tensor, "tensor"_a, "dtype"_a, "shape"_a, "checksum"_a,
-             without_gil());
-  module.def("choose_shape", &choose_shape, "tensor"_a, "dtype"_a, without_gil());
-  module.def("exact_frame", &exact_frame, "frame"_a, without_gil());
-  module.def(
-      "decode_tensor",
-      [](const at::Tensor& frame, const std::vector<int64_t>& size, at::ScalarType dtype,
-         std::optional<uint8_t> shape) {
-        return decode_tensor(frame, size, dtype, /*check_decode=*/true, shape);
-      },
-      "frame"_a, "size"_a, "dtype"_a, "shape"_a = std::nullopt, without_gil());
-  module.def("portable_frame", &portable_frame, "frame"_a, without_gil());
-  module.def("frame_of", &frame_of, "bytes"_a);
-  module.def("bytes_of", &bytes_of, "frame"_a);
-  module.def("read_header", &read_header, "frame"_a);
+  bind_functions<&encode_tensor, &choose_shape, &exact_frame, &decode_tensor, &portable_frame>(
+      module, without_gil());
+  bind_functions<&frame_of, &bytes_of, &read_header, &spare_pool>(module);
   module.def(
       "dtype_code", [](at::ScalarType dtype) { return static_cast<int>(frame_dtype(dtype)); },
       "dtype"_a);
-  module.def("spare_pool", &spare_pool);
 }
 
-void bind_backends(py::module_& module) {
+void bind_codec_lanes(py::module_& module) {
+  Bound<EncodedStorage, EncodedStoragePtr>(module, "EncodedStorage")
+      .reads<&EncodedStorage::nbytes, &EncodedStorage::overflow_nbytes,
+             &EncodedStorage::device_nbytes, &EncodedStorage::swapped>()
+      .calls<&EncodedStorage::wait_sent, &EncodedStorage::report>(without_gil())
+      .calls<&EncodedStorage::watch>();
+  Bound<FrameWatch, std::shared_ptr<FrameWatch>>(module, "FrameWatch")
+      .calls<&FrameWatch::report>(without_gil());
+
+  Bound<CodecLane, std::shared_ptr<CodecLane>>(module, "CodecLane")
+      .reads<&CodecLane::last_refusal>()
+      .calls<&CodecLane::encode, &CodecLane::encode_to, &CodecLane::decode, &CodecLane::settle,
+             &CodecLane::leaving_bytes>(without_gil())
+      .calls<&CodecLane::set_max_leaving_bytes>();
+
+  Bound<WorkerCodecLane, CodecLane, std::shared_ptr<WorkerCodecLane>>(module, "WorkerCodecLane")
+      .calls<&WorkerCodecLane::stop>()
+      .def(py::init(&opened<WorkerCodecLane, size_t, std::shared_ptr<Pool>, std::shared_ptr<Pool>,
+                            size_t>),
+           "workers"_a, "pool"_a, "outputs"_a = py::none(), "max_leaving_bytes"_a = 0);
+
+  using Stream = StreamCodecLane;
+  Bound<Stream, CodecLane, std::shared_ptr<Stream>>(module, "StreamCodecLane")
+      .reads<&Stream::encode_stream, &Stream::decode_stream, &Stream::control_stream>()
+      .calls<&Stream::set_arena_budget, &Stream::set_overflow_room, &Stream::trim_arena,
+             &Stream::arena_statistics>(without_gil())
+      .def(py::init([](const c10::Device& device, size_t max_leaving_bytes, size_t arena_budget,
+                       size_t arena_chunk, std::shared_ptr<Pool> arena_pool,
+                       uint32_t max_processors) {
+             const py::gil_scoped_release release;  // it allocates
+             return std::make_shared<Stream>(
+                 device, Stream::Options{max_leaving_bytes, arena_budget, arena_chunk,
+                                         std::move(arena_pool), max_processors});
+           }),
+           "device"_a, "max_leaving_bytes"_a = 0, "arena_budget"_a = 0,
+           "arena_chunk"_a = size_t{16} << 20, "arena_pool"_a = py::none(), "max_processors"_a = 0)
+      .def(
+          "decode_status", [](Stream& lane) { return lane.decode_status().wait(); }, without_gil())
+      .def(
+          "take_decode_status", [](Stream& lane) { return lane.decode_status().take_known(); },
+          without_gil());
+}
+
+}  // namespace
+
+void bind_codec(py::module_& module) {
   module.def("register_codec", &serve, "device_type"_a, "capsule"_a);
   module.def("codec_capsule", [](const c10::Device& device) -> py::object {
     const memswap_codec* const codec = codec_of(device.type());
@@ -101,83 +131,8 @@ void bind_backends(py::module_& module) {
     const memswap_codec* const codec = codec_of(device.type());
     return codec ? codec->name : nullptr;
   });
-  module.def("codec_fault", &codec_fault, "device"_a, "dtype"_a, "layout"_a, without_gil());
-  module.def("codec_faults", &codec_faults, "device"_a, without_gil());
-  py::dict left_out;  // by device type
-  if (*kCudaLeftOut != '\0') {
-    left_out["cuda"] = kCudaLeftOut;
-  }
-  if (*kAscendLeftOut != '\0') {
-    left_out["npu"] = kAscendLeftOut;
-  }
-  module.attr("codecs_left_out") = left_out;
-}
-
-void bind_codec_lanes(py::module_& module) {
-  py::class_<EncodedStorage, EncodedStoragePtr>(module, "EncodedStorage")
-      .def_property_readonly("nbytes", &EncodedStorage::nbytes)
-      .def_property_readonly("overflow_nbytes", &EncodedStorage::overflow_nbytes)
-      .def_property_readonly("device_nbytes", &EncodedStorage::device_nbytes)
-      .def_property_readonly("swapped", &EncodedStorage::swapped)
-      .def("wait_sent", &EncodedStorage::wait_sent, without_gil())
-      .def("watch", &EncodedStorage::watch)
-      .def("report", &EncodedStorage::report, without_gil());
-  py::class_<FrameWatch, std::shared_ptr<FrameWatch>>(module, "FrameWatch")
-      .def("report", &FrameWatch::report, without_gil());
-
-  py::class_<CodecLane, std::shared_ptr<CodecLane>>(module, "CodecLane")
-      .def_property_readonly("last_refusal", &CodecLane::last_refusal)
-      .def("encode", &CodecLane::encode, "storage"_a, "options"_a, without_gil())
-      .def("encode_to", &CodecLane::encode_to, "storage"_a, "options"_a, "lane"_a, "pool"_a,
-           without_gil())
-      .def("decode", &CodecLane::decode, "encoded"_a, without_gil())
-      .def("settle", &CodecLane::settle, without_gil())
-      .def("leaving_bytes", &CodecLane::leaving_bytes, without_gil())
-      .def("set_max_leaving_bytes", &CodecLane::set_max_leaving_bytes, "nbytes"_a);
-
-  py::class_<WorkerCodecLane, CodecLane, std::shared_ptr<WorkerCodecLane>>(module,
-                                                                           "WorkerCodecLane")
-      .def(py::init([](size_t workers, std::shared_ptr<Pool> pool, std::shared_ptr<Pool> outputs,
-                       size_t max_leaving_bytes) {
-             return stop_at_exit().add(
-                 std::make_shared<WorkerCodecLane>(workers, std::move(pool), std::move(outputs),
-                                                   max_leaving_bytes),
-                 &WorkerCodecLane::stop);
-           }),
-           "workers"_a, "pool"_a, "outputs"_a = py::none(), "max_leaving_bytes"_a = 0)
-      .def("stop", &WorkerCodecLane::stop);
-
-  py::class_<StreamCodecLane, CodecLane, std::shared_ptr<StreamCodecLane>>(module,
-                                                                           "StreamCodecLane")
-      .def(py::init([](const c10::Device& device, size_t max_leaving_bytes, size_t arena_budget,
-                       size_t arena_chunk, std::shared_ptr<Pool> arena_pool,
-                       uint32_t max_processors) {
-             const py::gil_scoped_release release;  // it allocates
-             return std::make_shared<StreamCodecLane>(
-                 device, StreamCodecLane::Options{max_leaving_bytes, arena_budget, arena_chunk,
-                                                  std::move(arena_pool), max_processors});
-           }),
-           "device"_a, "max_leaving_bytes"_a = 0, "arena_budget"_a = 0,
-           "arena_chunk"_a = size_t{16} << 20, "arena_pool"_a = py::none(), "max_processors"_a = 0)
-      .def_property_readonly("encode_stream", &StreamCodecLane::encode_stream)
-      .def_property_readonly("decode_stream", &StreamCodecLane::decode_stream)
-      .def_property_readonly("control_stream", &StreamCodecLane::control_stream)
-      .def(
-          "decode_status", [](StreamCodecLane& lane) { return lane.decode_status().wait(); },
-          without_gil())
-      .def(
-          "take_decode_status",
-          [](StreamCodecLane& lane) { return lane.decode_status().take_known(); }, without_gil())
-      .def("set_arena_budget", &StreamCodecLane::set_arena_budget, "nbytes"_a, without_gil())
-      .def("set_overflow_room", &StreamCodecLane::set_overflow_room, "nbytes"_a, without_gil())
-      .def("trim_arena", &StreamCodecLane::trim_arena, without_gil())
-      .def("arena_statistics", &StreamCodecLane::arena_statistics, without_gil());
-}
-
-}  // namespace
-
-void bind_codec(py::module_& module) {
-  bind_backends(module);
+  bind_functions<&codec_fault, &codec_faults>(module, without_gil());
+  module.attr("codecs_left_out") = codecs_left_out();
   bind_frames(module);
   bind_codec_lanes(module);
 }

@@ -13,20 +13,31 @@ namespace memswap {
 
 template <>
 inline constexpr std::tuple kMembers<Ledger::Kept>{&Ledger::Kept::tensors, &Ledger::Kept::nbytes};
+template <>
+inline constexpr std::tuple kMembers<RecipePlace>{&RecipePlace::unit, &RecipePlace::number,
+                                                  &RecipePlace::nbytes};
+template <>
+inline constexpr std::tuple kMembers<Recipes::Learnt>{
+    &Recipes::Learnt::words, &Recipes::Learnt::proofs, &Recipes::Learnt::failed};
+template <>
+inline constexpr std::tuple kMembers<BatchLimits>{&BatchLimits::small_bytes,
+                                                  &BatchLimits::bucket_bytes};
 
 static py::object fields_of(const Counters& all) {
-  return with_attributes(
-      "offered_tensors"_a = all.offered_tensors, "offered_bytes"_a = all.offered_bytes,
-      "deduplicated_tensors"_a = all.deduplicated_tensors,
-      "deduplicated_bytes"_a = all.deduplicated_bytes, "moved_storages"_a = all.moved_storages,
-      "moved_bytes"_a = all.moved_bytes, "recipe_storages"_a = all.recipe_storages,
-      "recipe_bytes"_a = all.recipe_bytes, "encoded_storages"_a = all.encoded_storages,
-      "encoded_bytes"_a = all.encoded_bytes, "frame_bytes"_a = all.frame_bytes,
-      "returned_storages"_a = all.returned_storages, "returned_bytes"_a = all.returned_bytes,
-      "freed_bytes"_a = all.freed_bytes, "stalls"_a = all.stalls,
-      "exposed_wait_s"_a = all.exposed_wait_s, "resident_bytes"_a = all.resident_bytes,
-      "peak_resident_bytes"_a = all.peak_resident_bytes, "away_bytes"_a = all.away_bytes,
-      "peak_away_bytes"_a = all.peak_away_bytes);
+  using C = Counters;
+  return as_object<&C::offered_tensors, &C::offered_bytes, &C::deduplicated_tensors,
+                   &C::deduplicated_bytes, &C::moved_storages, &C::moved_bytes, &C::recipe_storages,
+                   &C::recipe_bytes, &C::encoded_storages, &C::encoded_bytes, &C::frame_bytes,
+                   &C::returned_storages, &C::returned_bytes, &C::freed_bytes, &C::stalls,
+                   &C::exposed_wait_s, &C::resident_bytes, &C::peak_resident_bytes, &C::away_bytes,
+                   &C::peak_away_bytes>(all);
+}
+
+static py::object fields_of(const WindowCounts& all) {
+  using C = WindowCounts;
+  return as_dict<&C::windows, &C::window_s, &C::encoded_in_windows, &C::encoded_bytes,
+                 &C::started_at_bound, &C::started_at_end, &C::kept_storages, &C::kept_bytes,
+                 &C::decoded_in_windows, &C::decoded_ahead>(all);
 }
 
 namespace {
@@ -60,16 +71,17 @@ void translate(std::exception_ptr thrown) {
 class PythonHost final : public EngineHost {
  public:
   std::optional<Action> decide(Engine& engine, const Offer& offer) override {
-    return of(engine)
-        .attr("decide")(offer.tensor, offer.unit, offer.look.nbytes(), offer.look.storage_nbytes())
-        .cast<std::optional<Action>>();
+    const py::object action = of(engine).attr("decide")(
+        offer.tensor, offer.unit, offer.look.nbytes(), offer.look.storage_nbytes());
+    return action.cast<std::optional<Action>>();
   }
   std::optional<Action> direct(Engine& engine, const Offer& offer, Action action) override {
-    return of(engine)
-        .attr("director")
-        .attr("choose")(offer.tensor, offer.unit, offer.ordinal, offer.look.storage_nbytes(),
-                        action, offer.action.has_value())
-        .cast<std::optional<Action>>();
+    const py::object chosen =
+        of(engine)
+            .attr("director")
+            .attr("choose")(offer.tensor, offer.unit, offer.ordinal, offer.look.storage_nbytes(),
+                            action, offer.action.has_value());
+    return chosen.cast<std::optional<Action>>();
   }
   TransfersPtr open(Engine& engine, c10::Device device) override {
     return of(engine).attr("open")(device).cast<TransfersPtr>();
@@ -90,77 +102,38 @@ EnginePtr make_engine(std::optional<int64_t> window_bytes, Schedule schedule) {
 
 void bind_ledger(py::module_& module) {
   py::class_<Known, KnownPtr>(module, "Known");
-  py::class_<Stay, Known, std::shared_ptr<Stay>>(module, "Stay");
-  py::class_<Ledger, std::shared_ptr<Ledger>>(module, "Ledger")
+  Bound<Ledger, std::shared_ptr<Ledger>>(module, "Ledger")
+      .calls<&Ledger::keep, &Ledger::tell_once, &Ledger::reset>()
+      .reads<&Ledger::kept, &Ledger::known_storages, &Ledger::counters>()
       .def("offer", [](Ledger& self, int64_t nbytes) { self.counters.offer(nbytes); })
-      .def("keep", &Ledger::keep, "reason"_a, "nbytes"_a)
-      .def("tell_once", &Ledger::tell_once, "reason"_a, "message"_a)
-      .def("set_reserved", [](Ledger& self, int64_t nbytes) { self.counters.set_reserved(nbytes); })
-      .def("reset", &Ledger::reset)
-      .def_property_readonly("kept", &Ledger::kept)
-      .def_property_readonly("known_storages", &Ledger::known_storages)
-      .def_readonly("counters", &Ledger::counters);
-}
-
-py::dict counts_of(const Windows& self) {
-  const WindowCounts& all = self.queue.counts;
-  return py::dict(
-      "windows"_a = all.windows, "window_s"_a = all.window_s,
-      "encoded_in_windows"_a = all.encoded_in_windows, "encoded_bytes"_a = all.encoded_bytes,
-      "started_at_bound"_a = all.started_at_bound, "started_at_end"_a = all.started_at_end,
-      "kept_storages"_a = all.kept_storages, "kept_bytes"_a = all.kept_bytes,
-      "decoded_in_windows"_a = all.decoded_in_windows, "decoded_ahead"_a = all.decoded_ahead,
-      "pending_bytes"_a = self.queue.pending_bytes());
+      .def("set_reserved", [](Ledger& self, int64_t bytes) { self.counters.set_reserved(bytes); });
 }
 
 void bind_windows(py::module_& module) {
   py::class_<Durations::Span>(module, "Span");
-  py::class_<Durations>(module, "Durations")
-      .def_property_readonly("measuring", &Durations::measuring)
-      .def("seconds", &Durations::seconds, "key"_a, "amount"_a)
-      .def("start", &Durations::start, "key"_a, "amount"_a, "device"_a)
-      .def("stop", &Durations::stop, "span"_a);
-  py::class_<Windows, std::shared_ptr<Windows>>(module, "Windows")
-      .def("set_options",
-           [](Windows& self, std::optional<int64_t> max_pending_bytes, bool leftovers_start) {
-             self.queue.max_pending_bytes = max_pending_bytes;
-             self.queue.leftovers_start = leftovers_start;
-           })
-      .def("open", &Windows::open, "seconds"_a)
-      .def("enter", &Windows::enter, "seconds"_a)
-      .def("leave", &Windows::leave)
-      .def_property_readonly("inside", &Windows::inside)
-      .def("end_forward", &Windows::end_forward)
-      .def("begin_iteration", &Windows::begin_iteration)
-      .def("start_now",
-           [](Windows& self, const std::vector<EntryPtr>& all) { self.queue.start_now(all); })
-      .def("bring", &Windows::bring, "entries"_a)
-      .def("clear", [](Windows& self) { self.queue.clear(); })
-      .def_property_readonly("pending", [](const Windows& self) { return self.queue.pending(); })
-      .def_property_readonly("counts", &counts_of)
-      .def("reset_counts", [](Windows& self) { self.queue.counts = {}; })
-      .def_readwrite("is_current", &Windows::is_current)
-      .def_readwrite("captures", &Windows::captures)
-      .def_readonly("durations", &Windows::durations);
-}
-
-py::list learnt(const Recipes& recipes) {
-  py::list rows;
-  for (const auto& [place, known] : recipes.learnt()) {
-    rows.append(py::make_tuple(place.unit, place.number, place.nbytes, known.words, known.proofs,
-                               known.failed));
-  }
-  return rows;
+  Bound<Durations>(module, "Durations")
+      .reads<&Durations::measuring>()
+      .calls<&Durations::seconds, &Durations::start, &Durations::stop>();
+  Bound<WindowQueue>(module, "WindowQueue")
+      .calls<&WindowQueue::start_now, &WindowQueue::clear, &WindowQueue::reset_counts>()
+      .reads<&WindowQueue::pending, &WindowQueue::pending_bytes, &WindowQueue::counts>()
+      .writes<&WindowQueue::max_pending_bytes, &WindowQueue::leftovers_start>();
+  Bound<Windows>(module, "Windows")
+      .calls<&Windows::open, &Windows::enter, &Windows::leave, &Windows::end_forward,
+             &Windows::begin_iteration, &Windows::bring>()
+      .reads<&Windows::inside, &Windows::queue, &Windows::durations>()
+      .writes<&Windows::is_current, &Windows::captures>();
 }
 
 void bind_recipes(py::module_& module) {
   module.attr("RECIPE_PROOFS") = Recipes::kProofs;
-  py::class_<ProvenRecipe>(module, "ProvenRecipe")
-      .def_readonly("words", &ProvenRecipe::words)
-      .def_readonly("seconds", &ProvenRecipe::seconds)
-      .def_readonly("made_nbytes", &ProvenRecipe::made_nbytes)
-      .def_readonly("saved", &ProvenRecipe::saved);
-  py::class_<Recipes, std::shared_ptr<Recipes>>(module, "Recipes")
+  Bound<ProvenRecipe>(module, "ProvenRecipe")
+      .reads<&ProvenRecipe::words, &ProvenRecipe::seconds, &ProvenRecipe::made_nbytes,
+             &ProvenRecipe::saved>();
+  Bound<Recipes, std::shared_ptr<Recipes>>(module, "Recipes")
+      .calls<&Recipes::begin_iteration, &Recipes::reset_runs, &Recipes::learnt>()
+      .calls<&Recipes::before_edits>(without_gil())
+      .reads<&Recipes::runs>()
       .def(py::init([](const EnginePtr& engine, const std::vector<std::string>& more, int proofs) {
              return std::make_shared<Recipes>(OperatorRules(more),
                                               std::make_unique<EngineRecipeHost>(engine),
@@ -169,11 +142,6 @@ void bind_recipes(py::module_& module) {
            "engine"_a.none(false), "operators"_a, "proofs"_a)
       .def("enter", [](Recipes& recipes) { recipes.log().enter(); })
       .def("leave", [](Recipes& recipes) { recipes.log().leave(); })
-      .def("before_edits", &Recipes::before_edits, "tensors"_a, without_gil())
-      .def("begin_iteration", &Recipes::begin_iteration)
-      .def("learnt", &learnt)
-      .def("reset_runs", &Recipes::reset_runs)
-      .def_property_readonly("runs", &Recipes::runs)
       .def_property_readonly("known_storages", [](Recipes& r) { return r.log().size(); });
 }
 
@@ -195,8 +163,7 @@ BatchPtr make_batch(EnginePtr engine, std::string name, IterationPtr iteration) 
 }
 
 void bind_batches(py::module_& module) {
-  module.attr("SMALL_BYTES") = BatchLimits{}.small_bytes;
-  module.attr("BUCKET_BYTES") = BatchLimits{}.bucket_bytes;
+  module.attr("BATCH_LIMITS") = BatchLimits{};
   py::native_enum<Batch::Phase>(module, "Phase", "enum.Enum")
       .value("COLLECTED", Batch::Phase::kCollected)
       .value("OFFLOADING", Batch::Phase::kOffloading)
@@ -204,22 +171,15 @@ void bind_batches(py::module_& module) {
       .value("LOADING", Batch::Phase::kLoading)
       .value("LOADED", Batch::Phase::kLoaded)
       .finalize();
-  py::class_<Batch, BatchPtr> batch(module, "Batch", py::dynamic_attr());
+  Bound<Batch, BatchPtr> batch(module, "Batch", py::dynamic_attr());
   batch.attr(kOnDemand) = py::none();
-  batch.def(py::init(&make_batch), "engine"_a.none(false), "name"_a, "iteration"_a.none(false))
+  batch.reads<&Batch::name, &Batch::iteration, &Batch::phase, &Batch::alive, &Batch::nbytes>()
+      .calls<&Batch::launch_offload, &Batch::wait_offload, &Batch::wait_load, &Batch::close>()
+      .def(py::init(&make_batch), "engine"_a.none(false), "name"_a, "iteration"_a.none(false))
       .def("__repr__", &Batch::described)
-      .def_readonly("name", &Batch::name)
-      .def_readonly("iteration", &Batch::iteration)
-      .def_property_readonly("phase", &Batch::phase)
-      .def_property_readonly("alive", &Batch::alive)
-      .def_property_readonly(
-          "launched", [](const Batch& self) { return self.phase() != Batch::Phase::kCollected; })
-      .def_property_readonly("nbytes", &Batch::nbytes)
-      .def("launch_offload", &Batch::launch_offload)
-      .def("wait_offload", &Batch::wait_offload)
       .def("launch_load", &Batch::launch_load, "readings"_a = 1)
-      .def("wait_load", &Batch::wait_load)
-      .def("close", &Batch::close);
+      .def_property_readonly(
+          "launched", [](const Batch& self) { return self.phase() != Batch::Phase::kCollected; });
 }
 
 }  // namespace
@@ -238,42 +198,29 @@ void bind_engine(py::module_& module) {
       .value("WINDOWS", Schedule::kWindows)
       .value("BATCHES", Schedule::kBatches)
       .finalize();
-  py::class_<Engine, EnginePtr>(module, "Engine")
+  Bound<Engine, EnginePtr>(module, "Engine")
+      .calls<&Engine::set_persistent, &Engine::learn, &Engine::make_room,
+             &Engine::count_recomputed>()
+      .reads<&Engine::schedule, &Engine::lock, &Engine::departing, &Engine::timeline,
+             &Engine::backward>()
+      .writes<&Engine::iteration, &Engine::directed, &Engine::plans_sources, &Engine::recipes,
+              &Engine::batch_limits>()
       .def(py::init(&make_engine), "window_bytes"_a, "schedule"_a = Schedule::kIterations)
       .def("set_policy",
            [](Engine& engine, int64_t min_bytes, std::optional<Action> action, bool asks,
               bool recipes) { engine.policy = {min_bytes, action, asks, recipes}; })
-      .def("set_batch_limits",
-           [](Engine& engine, int64_t small_bytes, int64_t bucket_bytes) {
-             engine.batch_limits = {small_bytes, bucket_bytes};
-           })
-      .def("set_persistent", &Engine::set_persistent, "tensors"_a)
       .def("is_persistent",
            [](const Engine& self, uintptr_t key) {
              return self.persistent.contains(reinterpret_cast<const void*>(key));
            })
-      .def("learn", &Engine::learn)
       .def("demand", &Engine::demand, "entry"_a.none(false))
-      .def("make_room", &Engine::make_room, "iteration"_a, "index"_a)
       .def_static("look_at_released", &Engine::look_at_released, "iteration"_a)
-      .def("count_recomputed", &Engine::count_recomputed, "storage"_a)
       .def("sweep_recomputed", [](Engine& self) { self.recomputed.sweep(); })
       .def("clear_recomputed", [](Engine& self) { self.recomputed.clear(); })
-      .def_readonly("schedule", &Engine::schedule)
-      .def_property_readonly(
-          "windows",
-          [](const EnginePtr& self) { return std::shared_ptr<Windows>(self, self->windows.get()); })
       .def_property_readonly(
           "ledger",
           [](const EnginePtr& self) { return std::shared_ptr<Ledger>(self, &self->ledger); })
-      .def_readonly("lock", &Engine::lock)
-      .def_readonly("departing", &Engine::departing)
-      .def_readonly("timeline", &Engine::timeline)
-      .def_readonly("backward", &Engine::backward)
-      .def_readwrite("iteration", &Engine::iteration)
-      .def_readwrite("directed", &Engine::directed)
-      .def_readwrite("plans_sources", &Engine::plans_sources)
-      .def_readwrite("recipes", &Engine::recipes);
+      .def_property_readonly("windows", [](const Engine& self) { return self.windows.get(); });
   bind_batches(module);
 }
 

@@ -307,23 +307,15 @@ void collect(PyHeapTypeObject* heap_type) {
 
 void bind_hooks(py::module_& module) {
   bind_handle(module);
-  py::class_<Scope> scope(module, "HookScope", py::custom_type_setup(collect));
-  scope.def(py::init<EnginePtr>(), "engine"_a.none(false))
-      .def("save",
-           [](Scope& self, const at::Tensor& tensor, const SavedView& look) {
-             return save(self, py::cast(tensor).ptr(), SavedView(look));
-           })
+  Bound<Scope> scope(module, "HookScope", py::custom_type_setup(collect));
+  scope
+      .writes<&Scope::unit, &Scope::action, &Scope::why_kept, &Scope::group, &Scope::ordinal,
+              &Scope::covered, &Scope::pushed, &Scope::outer, &Scope::waiting, &Scope::batch>()
       .def_readonly("engine", &Scope::owner)
-      .def_readwrite("unit", &Scope::unit)
-      .def_readwrite("action", &Scope::action)
-      .def_readwrite("why_kept", &Scope::why_kept)
-      .def_readwrite("group", &Scope::group)
-      .def_readwrite("ordinal", &Scope::ordinal)
-      .def_readwrite("covered", &Scope::covered)
-      .def_readwrite("pushed", &Scope::pushed)
-      .def_readwrite("outer", &Scope::outer)
-      .def_readwrite("waiting", &Scope::waiting)
-      .def_readwrite("batch", &Scope::batch);
+      .def(py::init<EnginePtr>(), "engine"_a.none(false))
+      .def("save", [](Scope& self, const at::Tensor& tensor, const SavedView& look) {
+        return save(self, py::cast(tensor).ptr(), SavedView(look));
+      });
   scope.attr("pack") =
       owned(PyDescr_NewMethod(reinterpret_cast<PyTypeObject*>(scope.ptr()), &pack_method));
   module.def("observed", &at::hasCallbacks);

@@ -18,13 +18,9 @@ void bind_planning(py::module_& module);   // planning.cpp: records, rates and r
 PYBIND11_MODULE(_C, module) {
   module.doc() = "memswap's native layer. Use it through memswap._native.";
   module.attr("torch_version") = TORCH_VERSION;
-  memswap::bind_storage(module);
-  memswap::bind_pools(module);
-  memswap::bind_lanes(module);
-  memswap::bind_codec(module);
-  memswap::bind_transfers(module);
-  memswap::bind_engine(module);
-  memswap::bind_entry(module);
-  memswap::bind_hooks(module);
-  memswap::bind_planning(module);
+  using namespace memswap;
+  for (const auto bind : {bind_storage, bind_pools, bind_lanes, bind_codec, bind_transfers,
+                          bind_engine, bind_entry, bind_hooks, bind_planning}) {
+    bind(module);
+  }
 }

@@ -14,22 +14,19 @@
 namespace memswap {
 
 static py::object fields_of(const PoolStatistics& all) {
-  return py::dict("in_use_bytes"_a = all.in_use_bytes, "peak_bytes"_a = all.peak_bytes,
-                  "waste_bytes"_a = all.waste_bytes, "pending_bytes"_a = all.pending_bytes,
-                  "free_bytes"_a = all.free_bytes, "largest_free_bytes"_a = all.largest_free_bytes,
-                  "reserved_bytes"_a = all.reserved_bytes, "slabs"_a = all.slabs,
-                  "blocks"_a = all.blocks, "pending"_a = all.pending, "waits"_a = all.waits,
-                  "refusals"_a = all.refusals, "last_refusal"_a = all.last_refusal,
-                  "slabs_acquired"_a = all.slabs_acquired,
-                  "grown_in_background"_a = all.grown_in_background, "acquire_s"_a = all.acquire_s,
-                  "pageable_bytes"_a = all.pageable_bytes, "why_pageable"_a = all.why_pageable,
-                  "written_bytes"_a = all.written_bytes);
+  using P = PoolStatistics;
+  return as_dict<&P::in_use_bytes, &P::peak_bytes, &P::waste_bytes, &P::pending_bytes,
+                 &P::free_bytes, &P::largest_free_bytes, &P::reserved_bytes, &P::slabs, &P::blocks,
+                 &P::pending, &P::waits, &P::refusals, &P::last_refusal, &P::slabs_acquired,
+                 &P::grown_in_background, &P::acquire_s, &P::pageable_bytes, &P::why_pageable,
+                 &P::written_bytes>(all);
 }
 
 static py::object fields_of(const HostLimits& all) {
-  return with_attributes("available"_a = all.available, "group"_a = all.group,
-                         "lockable"_a = all.lockable, "locked"_a = all.locked,
-                         "free_bytes"_a = all.free());
+  using H = HostLimits;
+  py::object fields = as_object<&H::available, &H::group, &H::lockable, &H::locked>(all);
+  fields.attr("free_bytes") = all.free();
+  return fields;
 }
 
 namespace {
@@ -81,38 +78,27 @@ void bind_pools(py::module_& module) {
   py::register_local_exception<TransferError>(module, "TransferError", PyExc_RuntimeError);
   py::register_local_exception_translator(translate);
 
-  py::class_<Ticket, TicketPtr>(module, "Ticket")
-      .def("wait", &Ticket::wait, without_gil())
-      .def("done", &Ticket::done, without_gil())
-      .def("synchronize", &Ticket::synchronize, without_gil())
-      .def("abandon", &Ticket::abandon, without_gil())
-      .def("failed", &Ticket::failed)
+  Bound<Ticket, TicketPtr>(module, "Ticket")
+      .calls<&Ticket::wait, &Ticket::done, &Ticket::synchronize, &Ticket::abandon>(without_gil())
+      .calls<&Ticket::failed>()
       .def("storage", &Ticket::kept_storage);
-  py::class_<Block, BlockPtr>(module, "Block")
-      .def_property_readonly("nbytes", &Block::nbytes)
+  Bound<Block, BlockPtr>(module, "Block")
+      .reads<&Block::nbytes>()
+      .calls<&Block::uses>()
+      .calls<&Block::used_by>(without_gil())
       .def_property_readonly("data_ptr", [](const Block& block) { return as_int(block.data()); })
       .def(
-          "write",
-          [](Block& block, const at::Tensor& source) { block.write(bytes_of(source, block)); },
+          "write", [](Block& block, const at::Tensor& from) { block.write(bytes_of(from, block)); },
           "source"_a, without_gil())
       .def(
-          "read",
-          [](Block& block, const at::Tensor& destination) {
-            block.read(bytes_of(destination, block));
-          },
-          "destination"_a, without_gil())
-      .def("used_by", &Block::used_by, "ticket"_a, without_gil())
-      .def("uses", &Block::uses);
-  py::class_<Pool, std::shared_ptr<Pool>>(module, "Pool")
-      .def("allocate", &Pool::allocate, "nbytes"_a, without_gil())
-      .def("reserve", &Pool::reserve, "nbytes"_a, without_gil())
-      .def("wait_reserved", &Pool::wait_reserved, without_gil())
-      .def("trim", &Pool::trim, without_gil())
-      .def("set_overflow", &Pool::set_overflow, "overflow"_a)
+          "read", [](Block& block, const at::Tensor& to) { block.read(bytes_of(to, block)); },
+          "destination"_a, without_gil());
+  Bound<Pool, std::shared_ptr<Pool>>(module, "Pool")
+      .calls<&Pool::allocate, &Pool::reserve, &Pool::wait_reserved, &Pool::trim>(without_gil())
+      .calls<&Pool::set_overflow, &Pool::statistics>()
       // Asked for in each forward, where making an object of all statistics would take a while.
       .def_property_readonly("pageable_bytes",
-                             [](const Pool& pool) { return pool.statistics().pageable_bytes; })
-      .def("statistics", &Pool::statistics);
+                             [](const Pool& pool) { return pool.statistics().pageable_bytes; });
   module.def("make_host_pool", &open_host_pool, "device"_a, "budget"_a, "slab"_a,
              "numa_node"_a = py::none(), "pageable"_a = true, "keeps_pages"_a = true);
   module.def("make_disk_pool", &open_disk_pool, "path"_a, "budget"_a, "extent"_a, without_gil());

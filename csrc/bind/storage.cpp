@@ -42,31 +42,24 @@ void bind_storage(py::module_& module) {
       .def_property_readonly("nbytes", [](const StorageRef& ref) { return ref.storage.nbytes(); })
       .def_property_readonly(
           "key", [](const StorageRef& ref) { return as_int(ref.storage.unsafeGetStorageImpl()); });
-  py::class_<WeakStorage>(module, "WeakStorage")
+  Bound<WeakStorage>(module, "WeakStorage")
+      .calls<&WeakStorage::expired, &WeakStorage::lock>()
       .def(py::init<const StorageRef&>())
-      .def_property_readonly("key", [](const WeakStorage& weak) { return as_int(weak.key()); })
-      .def("expired", &WeakStorage::expired)
-      .def("lock", &WeakStorage::lock);
+      .def_property_readonly("key", [](const WeakStorage& weak) { return as_int(weak.key()); });
   module.def("storage_key", [](const at::Tensor& tensor) { return as_int(storage_of(tensor)); });
-  module.def("part", &part, "whole"_a, "offset"_a, "nbytes"_a);
+  bind_functions<&part, &SavedView::capture, &accumulator_has_hooks, &lend, &take_back,
+                 &count_holders, &take_bytes, &give_bytes>(module);
 
-  py::class_<SavedView>(module, "SavedView")
+  Bound<SavedView>(module, "SavedView")
+      .reads<&SavedView::of_leaf, &SavedView::storage_nbytes>()
       .def("rebuild", &SavedView::rebuild, "storage"_a, "shares_counter"_a)
-      .def_property_readonly("of_leaf", &SavedView::of_leaf)
-      .def_property_readonly("storage_nbytes", &SavedView::storage_nbytes)
       .def_property_readonly("key",
                              [](const SavedView& view) { return as_int(view.storage_key()); });
-  module.def("capture", &SavedView::capture, "tensor"_a);
-  py::class_<VersionGuard>(module, "VersionGuard")
-      .def(py::init<const at::Tensor&>())
-      .def_property_readonly("edited", &VersionGuard::edited)
-      .def_property_readonly("version", &VersionGuard::version)
-      .def_property_readonly("current_version", &VersionGuard::current_version);
-  module.def("accumulator_has_hooks", &accumulator_has_hooks, "leaf"_a);
+  Bound<VersionGuard>(module, "VersionGuard")
+      .reads<&VersionGuard::edited, &VersionGuard::version, &VersionGuard::current_version>()
+      .def(py::init<const at::Tensor&>());
 
   module.attr("can_lend") = can_lend();
-  module.def("lend", &lend, "shell"_a, "memory"_a, "offset"_a, "nbytes"_a);
-  module.def("take_back", &take_back, "shell"_a, "message"_a);
   module.def(
       "is_lent",
       [](const at::Tensor& tensor) {
@@ -74,10 +67,6 @@ void bind_storage(py::module_& module) {
         return storage != nullptr && is_lent(*storage);
       },
       "tensor"_a);
-
-  module.def("count_holders", &count_holders, "tensor"_a);
-  module.def("take_bytes", &take_bytes, "tensor"_a, "message"_a);
-  module.def("give_bytes", &give_bytes, "tensor"_a, "shell"_a, "bytes"_a);
 }
 
 }  // namespace memswap

@@ -47,21 +47,17 @@ class PythonOpener final : public Transfers::Opener {
 }  // namespace
 
 void bind_transfers(py::module_& module) {
-  py::class_<AwayForm, AwayFormPtr>(module, "AwayForm")
-      .def("bring", &AwayForm::bring)
-      .def_property_readonly("device_nbytes", &AwayForm::device_nbytes)
-      .def_property_readonly("pool_nbytes", &AwayForm::pool_nbytes)
-      .def_property_readonly("works_ahead", &AwayForm::works_ahead)
-      .def("wait_sent", &AwayForm::wait_sent);
+  Bound<AwayForm, AwayFormPtr>(module, "AwayForm")
+      .calls<&AwayForm::bring, &AwayForm::wait_sent>()
+      .reads<&AwayForm::device_nbytes, &AwayForm::pool_nbytes, &AwayForm::works_ahead>();
   py::class_<BlockForm, AwayForm, std::shared_ptr<BlockForm>>(module, "BlockForm")
       .def("bring_into", &BlockForm::bring_into, "leaving"_a.none(false),
            "departure"_a.none(false));
   module.attr("EXPECTATION_LIMITS") = ExpectationLimits{};
-  py::class_<Expectations, ExpectationsPtr>(module, "Expectations")
+  Bound<Expectations, ExpectationsPtr>(module, "Expectations")
+      .calls<&Expectations::begin_iteration, &Expectations::sizes>()
       .def(py::init(&Expectations::of_device), "device"_a, "limits"_a)
-      .def("__len__", &Expectations::size)
-      .def("begin_iteration", &Expectations::begin_iteration)
-      .def("sizes", &Expectations::sizes, "key"_a);
+      .def("__len__", &Expectations::size);
   py::native_enum<Form>(module, "Form", "enum.Enum")
       .value("BLOCK", Form::kBlock)
       .value("FRAME", Form::kFrame)
@@ -73,10 +69,10 @@ void bind_transfers(py::module_& module) {
       .def(py::init<std::shared_ptr<CodecLane>, bool, std::shared_ptr<Lane>,
                     std::shared_ptr<Pool>>(),
            "lane"_a, "works_ahead"_a, "copies"_a = py::none(), "pool"_a = py::none());
-  py::class_<Refused>(module, "Refused")
-      .def_readonly("reason", &Refused::reason)
-      .def_readonly("why", &Refused::why);
-  py::class_<Transfers, TransfersPtr>(module, "Transfers")
+  Bound<Refused>(module, "Refused").reads<&Refused::reason, &Refused::why>();
+  Bound<Transfers, TransfersPtr>(module, "Transfers")
+      .calls<&Transfers::learn>()
+      .reads<&Transfers::awaited_reports>()
       .def(py::init([](c10::Device device, ExpectationsPtr expectations, const py::object& opener,
                        Action action, Action without_recipe, std::function<bool()> captures) {
              return std::make_shared<Transfers>(
@@ -85,9 +81,7 @@ void bind_transfers(py::module_& module) {
            }),
            "device"_a, "expectations"_a.none(false), "opener"_a, "action"_a, "without_recipe"_a,
            "captures"_a)
-      .def("send", &Transfers::send, "form"_a, "storage"_a.none(false), "key"_a)
-      .def("learn", &Transfers::learn)
-      .def_property_readonly("awaited_reports", &Transfers::awaited_reports);
+      .def("send", &Transfers::send, "form"_a, "storage"_a.none(false), "key"_a);
 }
 
 }  // namespace memswap

@@ -120,6 +120,7 @@ class WindowQueue {
   void begin_backward();
 
   int64_t pending_bytes() const { return pending_bytes_; }
+  void reset_counts() { counts = {}; }
   WindowCounts counts;
 
   double encode_rate = 100e9, decode_rate = 100e9;  // bytes per second; not measured yet

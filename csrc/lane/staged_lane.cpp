@@ -99,13 +99,13 @@ class StagedFetch final : public StreamTicket {
 
 StagedLane::StagedLane(std::shared_ptr<StreamLane> copies, std::shared_ptr<WorkerLane> files,
                        std::shared_ptr<Pool> pinned, std::shared_ptr<Pool> pageable,
-                       c10::Device device, Options options)
+                       c10::Device device, size_t max_staging_bytes)
     : copies_(std::move(copies)),
       files_(std::move(files)),
       pinned_(std::move(pinned)),
       pageable_(std::move(pageable)),
       streams_(std::make_shared<DeviceStreams>(device)),
-      options_(options) {
+      max_staging_bytes_(max_staging_bytes) {
   if (!copies_ || !files_ || !pinned_ || !pageable_) {
     throw std::invalid_argument("a StagedLane needs two lanes and two pools, found None");
   }
@@ -172,7 +172,7 @@ TicketPtr StagedLane::start_fetch(BlockPtr block, StorageRefPtr storage, size_t 
 
 BlockPtr StagedLane::new_staging(size_t nbytes) {
   const auto in_use = [&] { return pinned_->statistics().in_use_bytes; };
-  while (in_use() + nbytes > options_.max_staging_bytes && finish_oldest_write()) {
+  while (in_use() + nbytes > max_staging_bytes_ && finish_oldest_write()) {
   }
   for (;;) {
     if (BlockPtr block = pinned_->allocate(nbytes)) {

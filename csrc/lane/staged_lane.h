@@ -39,17 +39,13 @@ class StagedFetch;
 // Blocks that are in host memory (a pool whose requests overflow into a file) take one leg only.
 class StagedLane final : public CheckedLane {
  public:
-  struct Options {
-    // Pinned memory for bytes on their way: a send or fetch beyond it first waits for the oldest
-    // write. A longer block goes alone.
-    size_t max_staging_bytes = 0;
-  };
-
   // `pinned`: where bytes stand between the legs. `pageable`: the same where no memory can be
-  // pinned; slower copies, and the same bytes.
+  // pinned; slower copies, and the same bytes. `max_staging_bytes`: pinned memory for bytes on
+  // their way; a send or fetch beyond it first waits for the oldest write, and a longer block goes
+  // alone.
   StagedLane(std::shared_ptr<StreamLane> copies, std::shared_ptr<WorkerLane> files,
              std::shared_ptr<Pool> pinned, std::shared_ptr<Pool> pageable, c10::Device device,
-             Options options);
+             size_t max_staging_bytes);
 
   std::pair<StorageRefPtr, std::vector<size_t>> gather(
       const std::vector<StorageRefPtr>& storages) override {
@@ -97,7 +93,7 @@ class StagedLane final : public CheckedLane {
   const std::shared_ptr<Pool> pinned_;
   const std::shared_ptr<Pool> pageable_;
   const std::shared_ptr<DeviceStreams> streams_;
-  const Options options_;
+  const size_t max_staging_bytes_;
   std::mutex mutex_;  // never held while a ticket is waited for
   std::unordered_map<const Block*, Staged> staged_;
   std::vector<TicketPtr> writes_;  // oldest first

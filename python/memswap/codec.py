@@ -256,7 +256,7 @@ def decode(frame: Frame) -> torch.Tensor:
         )
     elements = math.prod(frame.shape)
     try:
-        flat = native.decode_tensor(frame._bytes, [elements], frame.dtype, frame._layout)
+        flat = native.decode_tensor(frame._bytes, [elements], frame.dtype, True, frame._layout)
     except native.DamagedFrameError as fault:
         raise FrameError(
             f"cannot decode {frame!r}: {fault}. The bytes have changed since they were encoded; "

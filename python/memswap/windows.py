@@ -96,7 +96,8 @@ class Windows:
         engine = Engine(policy, pool, window_bytes, Schedule.WINDOWS)
         windows = engine.windows
         assert windows is not None  # of that schedule
-        windows.set_options(self.pending_bound(), self.leftovers == "start")
+        windows.queue.max_pending_bytes = self.pending_bound()
+        windows.queue.leftovers_start = self.leftovers == "start"
         windows.captures = _captures
         return engine
 

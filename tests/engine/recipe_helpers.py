@@ -21,7 +21,7 @@ def words_of(block: memswap.saved_tensors | memswap.Manager) -> set[str]:
     """All recipes that were seen, in words, whether in force or not."""
     known = block._engine.recipes
     assert known is not None
-    return {words for *_, words, _, _ in known.learnt()}
+    return {words for _, (words, _, _) in known.learnt()}
 
 
 def check_steps(

@@ -49,7 +49,7 @@ def gradients_of(model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
 def in_force(manager: memswap.Manager) -> list[str]:
     known = manager._engine.recipes
     assert known is not None
-    return [words for *_, words, proofs, failed in known.learnt() if proofs >= 2 and not failed]
+    return [words for _, (words, proofs, failed) in known.learnt() if proofs >= 2 and not failed]
 
 
 @pytest.fixture

@@ -55,7 +55,7 @@ def words_of(manager: memswap.Manager) -> set[str]:
     """The recipes that are in force, in words."""
     known = manager._engine.recipes
     assert known is not None
-    return {words for *_, words, proofs, failed in known.learnt() if proofs >= 2 and not failed}
+    return {words for _, (words, proofs, failed) in known.learnt() if proofs >= 2 and not failed}
 
 
 def test_a_model_learns_for_two_steps_and_then_recomputes(device):
@@ -179,7 +179,7 @@ def test_under_autocast_casts_of_parameters_are_recipes(device):
     expected = run(contextlib.nullcontext())
     with memswap.manage(model, RECOMPUTE) as manager:
         assert_same_gradients(run(contextlib.nullcontext()), expected)
-        words = {row[3] for row in manager._engine.recipes.learnt()}
+        words = {row[1][0] for row in manager._engine.recipes.learnt()}
         assert "cast(parameter)" in words
         assert manager.stats().recipe_runs > 0
 
@@ -205,7 +205,7 @@ def test_a_smaller_tensor_is_kept_in_place_of_its_cast(new_pool):
     expected = gradients_of(model, x)
     with memswap.manage(model, RECOMPUTE, pool=new_pool()) as manager:
         assert_same_gradients(gradients_of(model, x), expected)
-        assert "cast(kept)" in {row[3] for row in manager._engine.recipes.learnt()}
+        assert "cast(kept)" in {row[1][0] for row in manager._engine.recipes.learnt()}
         assert_nothing_left(manager.stats())
 
 
@@ -239,7 +239,7 @@ def test_what_is_kept_for_a_recipe_is_shorter_than_the_frame_of_its_result():
                 assert_same_gradients(gradients_of(layer, x), expected)
             known = manager._engine.recipes
             assert known is not None
-            words = {row[3] for row in known.learnt()}
+            words = {row[1][0] for row in known.learnt()}
             assert ("add(mul(saved), kept)" if sums else "cast(kept)") in words, words
             return manager.stats().recipe_storages
 
@@ -310,7 +310,7 @@ def test_a_place_whose_source_is_edited_each_step_keeps_its_bytes(device):
         with torch.no_grad():
             weight.mul_(1.5)  # by nobody whose operators are known
         assert_same_gradients(torch.autograd.grad(loss, x), expected)
-    assert any(row[5] for row in block._engine.recipes.learnt()), "no place was given up"
+    assert any(row[1][2] for row in block._engine.recipes.learnt()), "no place was given up"
 
 
 @pytest.mark.parametrize("training", [True, False])
@@ -487,7 +487,7 @@ def test_an_operator_that_gives_other_bits_each_time_is_found_out(monkeypatch, p
         library._destroy()
     assert all(right) == (proofs > 0)
     if proofs:
-        assert any("drift" in row[3] and row[5] for row in block._engine.recipes.learnt())
+        assert any("drift" in row[1][0] and row[1][2] for row in block._engine.recipes.learnt())
 
 
 @pytest.mark.usefixtures("at_once")
@@ -532,7 +532,7 @@ def test_a_function_may_choose_recompute_for_some(device):
     with memswap.manage(model, memswap.Policy(fn=choose, min_bytes=1)) as manager:
         for _ in range(4):
             assert_same_gradients(gradients_of(model, x), expected)
-        assert {row[0] for row in manager._engine.recipes.learnt()} == {"1"}
+        assert {row[0][0] for row in manager._engine.recipes.learnt()} == {"1"}
         assert manager.stats().recipe_runs > 0
 
 

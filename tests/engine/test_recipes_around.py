@@ -65,7 +65,7 @@ def learnt(manager: memswap.Manager) -> set[str]:
     """Words of the recipes that are proven."""
     known = manager._engine.recipes
     assert known is not None
-    return {words for *_, words, proofs, failed in known.learnt() if proofs >= 2 and not failed}
+    return {words for _, (words, proofs, failed) in known.learnt() if proofs >= 2 and not failed}
 
 
 def looks_up(manager: memswap.Manager) -> bool:

@@ -141,7 +141,7 @@ def test_a_layer_is_encoded_under_the_operators_of_the_next(device, managed) -> 
     windows = manager._engine.windows
 
     def note(name: str) -> None:
-        waiting_at[name] = [entry.reference for entry in windows.pending]
+        waiting_at[name] = [entry.reference for entry in windows.queue.pending]
 
     for name, layer in model.layers.named_children():
         layer.register_forward_pre_hook(lambda *_, name=name: note(name))

@@ -62,7 +62,7 @@ def managed(
                 losses = train(net, rank, steps)
             known = manager._engine.recipes
             assert known is not None
-            return losses, manager.stats(), {row[3] for row in known.learnt()}
+            return losses, manager.stats(), {row[1][0] for row in known.learnt()}
     finally:
         recipes.PROOFS = before
 
@@ -165,7 +165,7 @@ def test_gathered_weights_are_no_sources_in_a_block(rank: Rank, autocast: bool) 
         recipes.PROOFS = before
     assert_same(net, reference, rank, bitwise=True)
     assert context.stats().lent == 0
-    words = {row[3] for row in block._engine.recipes.learnt()}  # type: ignore[union-attr]
+    words = {row[1][0] for row in block._engine.recipes.learnt()}  # type: ignore[union-attr]
     assert words and not any("parameter" in one for one in words), words
 
 

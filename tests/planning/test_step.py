@@ -90,9 +90,9 @@ def test_one_swap_by_hand():
     step = stack([1000, 1000, 1000])
     found = replay(step, RATES, {0: Action.SWAP}, 2000)
     # Saved at 1 ms, sent until 2 ms; room for the third is needed when the second is saved, at 2.
-    assert found.releases == {1: [0]} and found.total_exposed_s == 0
+    assert found.releases == [(1, 0)] and found.total_exposed_s == 0
     assert found.peak_bytes == 2000
-    assert found.fetches == {1: [0]}, "half the speed needs the two milliseconds before its use"
+    assert found.fetches == [(1, 0)], "half the speed needs the two milliseconds before its use"
     slow = Rates("slow", 2.5e5, 2.5e5, 2.5e5, 2.5e5, copy_latency_s=0.0)
     found = replay(step, slow, {0: Action.SWAP}, 2000)
     # 4 ms each way: sent until 5 ms, 3 ms too late; back 4 ms after its fetch.
@@ -103,7 +103,7 @@ def test_copies_by_the_processors_that_compute_are_not_free():
     """A third of a copy's millisecond is taken from compute, each way, though nobody waits."""
     rates = replace(RATES, copy_share=1 / 3)
     found = replay(stack([1000, 1000, 1000]), rates, {0: Action.SWAP}, 2000)
-    assert found.exposed_s == {0: pytest.approx(2e-3 / 3)}
+    assert found.exposed_s == [pytest.approx(2e-3 / 3), 0, 0]
     # A wait is no compute: 4 ms each way, of which compute works beside for what it has to do.
     slow = replace(RATES, d2h_bytes_per_s=2.5e5, h2d_bytes_per_s=2.5e5)
     waiting = replay(stack([1000, 1000, 1000]), slow, {0: Action.SWAP}, 2000)
@@ -129,8 +129,8 @@ def test_what_a_recipe_reads_is_back_when_it_runs_and_until_its_own_last_use():
     assert found.resident_bytes[:4] == [1000, 2000, 2000, 2000]
     # Demand of 3; of 2, which needs 0, 1 and itself; of 1; of 0.
     assert found.resident_bytes[4:] == [1000, 3000, 2000, 1000]
-    assert found.fetches == {}, "it comes back when it is needed, which is before its own demand"
-    assert set(found.exposed_s) == {0, 1, 2}
+    assert found.fetches == [], "it comes back when it is needed, which is before its own demand"
+    assert [index for index, seconds in enumerate(found.exposed_s) if seconds] == [0, 1, 2]
 
 
 def test_what_stays_is_its_graphs_for_as_long_as_the_recipe_that_reads_it():
@@ -181,7 +181,7 @@ def test_a_frame_in_transit_counts_until_compute_has_waited_for_its_copy():
     found = replay(step, RATES, {0: Action.ENCODE_SWAP}, 2600)
     # 1000 raw and 500 of the frame; the raw bytes go for the third storage, the frame for the last.
     assert found.resident_bytes[:4] == [1500, 2500, 2500, 3000]
-    assert found.releases == {1: [0]} and found.departures == {2: [0]}
+    assert found.releases == [(1, 0)] and found.departures == [(2, 0)]
 
 
 def test_codec_work_is_free_in_windows_and_costs_what_is_left_of_it_elsewhere():

@@ -269,7 +269,7 @@ def test_beside_torch_npu_a_missing_cann_is_one_line(tmp_path: Path) -> None:
         check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    reason = (build / "generated" / "left_out.h").read_text()
-    reason = reason.partition('kAscendLeftOut = R"note(')[2].partition(')note"')[0]
+    reason = (build / "generated" / "left_out.cpp").read_text()
+    reason = reason.partition('{"npu", R"note(')[2].partition(')note"')[0]
     assert "no CANN was found" in reason and "set_env.sh" in reason and "\n" not in reason
     assert f"memswap: no Ascend codec in this build: {reason}" in done.stderr

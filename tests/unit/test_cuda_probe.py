@@ -227,9 +227,9 @@ def configure(tmp_path: Path, option: str, torch_cuda: str | None, **changes: st
         text=True,
         check=False,
     )  # fmt: skip
-    header = build / "generated" / "left_out.h"
-    text = header.read_text() if header.exists() else ""
-    left_out = text.partition('kCudaLeftOut = R"note(')[2].partition(')note"')[0]
+    written = build / "generated" / "left_out.cpp"
+    text = written.read_text() if written.exists() else ""
+    left_out = text.partition('{"cuda", R"note(')[2].partition(')note"')[0]
     return Configured(done.returncode, " ".join((done.stdout + done.stderr).split()), left_out)
 
 

@@ -10,9 +10,6 @@ Batch = native.Batch
 #: What a batch was told last.
 Phase = native.Phase
 
-#: Storages of a batch of more bytes travel alone: [Note: When storages travel together] in
-#: csrc/engine/batch.h.
-SMALL_BYTES: int = native.SMALL_BYTES
-
-#: Most bytes that travel together, and so of the copy that they take.
-BUCKET_BYTES: int = native.BUCKET_BYTES
+#: Storages of a batch of more bytes travel alone, and most bytes that travel together:
+#: [Note: When storages travel together] in csrc/engine/batch.h.
+SMALL_BYTES, BUCKET_BYTES = native.BATCH_LIMITS

@@ -162,7 +162,10 @@ class Engine(native.Engine):
     def window_stats(self) -> WindowStats:
         """What became of the work that waited for windows; all zeros where none does."""
         with self.lock:
-            return WindowStats() if self.windows is None else WindowStats(**self.windows.counts)
+            if self.windows is None:
+                return WindowStats()
+            queue = self.windows.queue
+            return WindowStats(**queue.counts, pending_bytes=queue.pending_bytes)
 
     def _of_windows(self) -> native.Windows:
         if self.windows is None:
@@ -187,7 +190,7 @@ class Engine(native.Engine):
             if self.recipes is not None:
                 self.recipes.reset_runs()
             if self.windows is not None:
-                self.windows.reset_counts()
+                self.windows.queue.reset_counts()
 
     def settle(self) -> None:
         """Order everything after the transfers under way, and drop the storages they hold.
@@ -196,7 +199,7 @@ class Engine(native.Engine):
         """
         if self.windows is not None:
             with self.lock:
-                self.windows.clear()
+                self.windows.queue.clear()
         self._transfers.settle()
 
     def set_overflow_room(self, transfers: Transfers, nbytes: int | None) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
@@ -208,6 +208,9 @@ def describe(unit: PlannedUnit) -> str:
     return ", ".join([*first, *moved, *([f"keep {kept}"] if kept else [])])
 
 
-def frozen(lists: Mapping[int, list[int]]) -> Mapping[int, tuple[int, ...]]:
-    """The same, for good."""
-    return MappingProxyType({key: tuple(values) for key, values in lists.items()})
+def by_place(events: Iterable[tuple[int, int]]) -> Mapping[int, tuple[int, ...]]:
+    """What happens where: pairs of a place and a storage, by the place."""
+    storages: dict[int, list[int]] = {}
+    for place, storage in events:
+        storages.setdefault(place, []).append(storage)
+    return MappingProxyType({place: tuple(found) for place, found in storages.items()})

@@ -12,7 +12,7 @@ from memswap.engine.action import RECOMPUTE, Action
 from memswap.engine.units import format_bytes
 from memswap.errors import BudgetError
 from memswap.planning.budgets import bytes_of, share_of
-from memswap.planning.plan import Plan, PlannedStorage, PlannedUnit, frozen
+from memswap.planning.plan import Plan, PlannedStorage, PlannedUnit, by_place
 from memswap.planning.rates import Rates
 from memswap.planning.regions import EXACT_REGIONS, chosen, smallest, under
 from memswap.planning.search import Candidate, Search
@@ -149,9 +149,9 @@ def _planned(
                 storage.nbytes,
                 storage.dtype,
                 action,
-                _why(search, index, action, exposed_s.get(index, 0.0), budget, bool(choice)),
+                _why(search, index, action, exposed_s[index], budget, bool(choice)),
                 away,
-                exposed_s.get(index, 0.0),
+                exposed_s[index],
                 storage.recipe.words if action is RECOMPUTE and storage.recipe else "",
             )
         )
@@ -180,9 +180,9 @@ def _planned(
         exact=exact and len(full.regions) <= EXACT_REGIONS,
         step=step,
         left_out=left_out,
-        releases=frozen(found.releases),
-        departures=frozen(found.departures),
-        fetches=frozen(found.fetches),
+        releases=by_place(found.releases),
+        departures=by_place(found.departures),
+        fetches=by_place(found.fetches),
         arena_bytes=found.arena_bytes,
         limit_bytes=max(int(best.limit_bytes), found.peak_bytes),
     )

@@ -151,10 +151,8 @@ class Search:
         return self._tried(encoded(choice, len(self.step.storages)), limit_bytes)
 
     def _tried(self, actions: bytes, limit_bytes: float) -> Candidate:
-        actions, found = native.replay_without_idle(
-            self._record, self._machine, actions, whole(limit_bytes)
-        )
-        return self._candidate(actions, found, limit_bytes)
+        plan = native.replay_without_idle(self._record, self._machine, actions, whole(limit_bytes))
+        return self._candidate(plan.actions, plan.found, limit_bytes)
 
     def _candidate(self, actions: bytes, found: Replay, limit_bytes: float) -> Candidate:
         unplaced = int(max(found.pooled_bytes - self.room_bytes, 0))
@@ -298,7 +296,7 @@ class Search:
 
     def _neighbours(self, best: Candidate) -> Iterator[Choice]:
         exposed, choice = best.found.exposed_s, best.choice
-        moved = sorted(choice, key=lambda index: (-exposed.get(index, 0.0), index))
+        moved = sorted(choice, key=lambda index: (-exposed[index], index))
         kept = [index for index in self.movable if index not in choice]
         for index in moved:
             yield from self._changed_at((index,), choice)

@@ -240,7 +240,7 @@ class GlobalContext:
         engine = self.engine
         with engine.lock:
             if engine.windows is not None:
-                engine.windows.start_now(engine.windows.pending)
+                engine.windows.queue.start_now(engine.windows.queue.pending)
 
     def estimate_time(self, fn_name: str, *args: Any, **kwargs: Any) -> float:
         """Seconds of a call of one of ``async_funcs``: ``simulation.time_cost(fn_name, ...)``."""

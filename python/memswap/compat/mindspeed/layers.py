@@ -153,7 +153,7 @@ class LayerActivationManager:
         chosen, total = [], 0
         with self.engine.lock:
             windows = self.engine.windows
-            waiting = {entry.reference for entry in windows.pending} if windows else set()
+            waiting = {entry.reference for entry in windows.queue.pending} if windows else set()
             for reference, count in self._saved.items():
                 entry = reference()
                 if entry is None or total + count >= max_numel:
@@ -188,7 +188,7 @@ class LayerActivationManager:
             self._planned = [chosen(one) for one in shares]
         with self.engine.lock:
             if self.engine.windows is not None:
-                self.engine.windows.start_now(self._taken())
+                self.engine.windows.queue.start_now(self._taken())
 
     def pack_done(self) -> None:
         """The current stream waits for these encodes; their storages are free then."""
