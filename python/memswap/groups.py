@@ -174,32 +174,6 @@ def _with_version(tensor: torch.Tensor) -> torch.Tensor:
         return alias.set_(tensor.untyped_storage(), *place)
 
 
-class Arrival:
-    """When an added tensor is back: what an event behind its copy would tell."""
-
-    __slots__ = ("_added",)
-
-    def __init__(self, added: Added) -> None:
-        self._added = added
-
-    def query(self) -> bool:
-        """Whether the tensor is there, or at least not on its way."""
-        ticket = self._added.arrival
-        return ticket is None or ticket.done()
-
-    def wait(self, stream: object = None) -> None:
-        """Order the current stream behind the copy; `stream` is taken and not used."""
-        ticket = self._added.arrival
-        if ticket is not None:
-            ticket.wait()
-
-    def synchronize(self) -> None:
-        """Have the host wait for the copy."""
-        ticket = self._added.arrival
-        if ticket is not None:
-            ticket.synchronize()
-
-
 class Group(Uncopied):
     """A named group of saved tensors that moves when it is told to.
 

@@ -12,7 +12,8 @@ import torch.distributed as dist
 
 from comms import FakeComm
 from memswap.cli import selftest
-from memswap.parallel.comm import Comm, ProcessGroupComm, Ticket, check_lanes
+from memswap.cli.selftest_distributed import check_lanes
+from memswap.parallel.comm import Comm, ProcessGroupComm, Ticket
 from ranks import Rank, distributed
 
 CPU = torch.device("cpu")

@@ -26,13 +26,39 @@ from memswap.compat.mindspeed.swap_keys import (
 )
 from memswap.compat.mindspeed.swap_towers import Layer, Told, Tower
 from memswap.engine.action import Action, TensorInfo
-from memswap.groups import Arrival, Group, Groups
+from memswap.groups import Added, Group, Groups
 from memswap.planning.policy import Policy, Restricted, checked_policy
 
 if TYPE_CHECKING:
     from memswap.engine.batch import Batch
     from memswap.engine.stats import Stats
     from memswap.engine.transfers import Pool
+
+
+class Arrival:
+    """When an added tensor is back: what an event behind its copy would tell."""
+
+    __slots__ = ("_added",)
+
+    def __init__(self, added: Added) -> None:
+        self._added = added
+
+    def query(self) -> bool:
+        """Whether the tensor is there, or at least not on its way."""
+        ticket = self._added.arrival
+        return ticket is None or ticket.done()
+
+    def wait(self, stream: object = None) -> None:
+        """Order the current stream behind the copy; `stream` is taken and not used."""
+        ticket = self._added.arrival
+        if ticket is not None:
+            ticket.wait()
+
+    def synchronize(self) -> None:
+        """Have the host wait for the copy."""
+        ticket = self._added.arrival
+        if ticket is not None:
+            ticket.synchronize()
 
 
 class SwapTensor:
