@@ -93,8 +93,8 @@ class PythonHost final : public EngineHost {
   static py::object of(Engine& engine) { return py::cast(engine.shared_from_this()); }
 };
 
-EnginePtr make_engine(std::optional<int64_t> window_bytes, Schedule schedule) {
-  auto engine = std::make_shared<Engine>(window_bytes, schedule);
+EnginePtr make_engine(std::optional<int64_t> prefetch_bytes, Schedule schedule) {
+  auto engine = std::make_shared<Engine>(prefetch_bytes, schedule);
   engine->ledger.warn = warn;
   engine->host = std::make_unique<PythonHost>();
   return engine;
@@ -205,7 +205,7 @@ void bind_engine(py::module_& module) {
              &Engine::backward>()
       .writes<&Engine::iteration, &Engine::directed, &Engine::plans_sources, &Engine::recipes,
               &Engine::batch_limits>()
-      .def(py::init(&make_engine), "window_bytes"_a, "schedule"_a = Schedule::kIterations)
+      .def(py::init(&make_engine), "prefetch_bytes"_a, "schedule"_a = Schedule::kIterations)
       .def("set_policy",
            [](Engine& engine, int64_t min_bytes, std::optional<Action> action, bool asks,
               bool recipes) { engine.policy = {min_bytes, action, asks, recipes}; })

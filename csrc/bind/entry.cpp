@@ -72,8 +72,8 @@ void bind_entry(py::module_& module) {
   Bound<Iteration, IterationPtr>(module, "Iteration")
       .calls<&Iteration::entry, &Iteration::present_bytes>()
       .reads<&Iteration::sizes, &Iteration::over, &Iteration::nbytes, &Iteration::alive_bytes,
-             &Iteration::began_backward, &Iteration::own_window_bytes,
-             &Iteration::least_window_bytes, &Iteration::leaving_bytes, &Iteration::proven,
+             &Iteration::began_backward, &Iteration::own_prefetch_bytes,
+             &Iteration::least_prefetch_bytes, &Iteration::leaving_bytes, &Iteration::proven,
              &Iteration::no_recipe, &Iteration::peak_bytes, &Iteration::pooled_bytes,
              &Iteration::refused, &Iteration::held>()
       .writes<&Iteration::recorder, &Iteration::follows_alone, &Iteration::learns_recipes,
@@ -84,8 +84,8 @@ void bind_entry(py::module_& module) {
           [](Iteration& self, std::shared_ptr<Plan> plan) { self.plan = std::move(plan); });
   Bound<Timeline>(module, "Timeline")
       .calls<&Timeline::begin>()
-      .writes<&Timeline::window_bytes>()
-      .def(py::init<std::optional<int64_t>>(), "window_bytes"_a);
+      .writes<&Timeline::prefetch_bytes>()
+      .def(py::init<std::optional<int64_t>>(), "prefetch_bytes"_a);
 }
 
 }  // namespace memswap

@@ -44,7 +44,7 @@ class AwayForm {
   // Whether the storage may be gone before its bytes are in this form for sure.
   virtual bool frees_first() const { return false; }
 
-  // What there was too little of where a send into this form fails: the reason in the statistics.
+  // The resource that has run out where a send into this form fails: the reason in the statistics.
   virtual const char* short_of() const = 0;
 
   // What the caller does next comes after everything that takes memory of the device on the way to

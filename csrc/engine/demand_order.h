@@ -76,9 +76,9 @@ class DemandOrder {
   // have had it, and before that those of the forward. 0: there were none.
   int64_t bytes_ahead() const;
 
-  // Demands are expected in this order from here on, and `window_bytes` bytes ahead of the latest
+  // Demands are expected in this order from here on, and `prefetch_bytes` bytes ahead of the latest
   // one. Throws std::invalid_argument unless each storage so far is in it once.
-  void expect(std::vector<size_t> order, int64_t window_bytes) {
+  void expect(std::vector<size_t> order, int64_t prefetch_bytes) {
     std::vector<size_t> ranks(size(), kNever);
     std::vector<int64_t> before{0};
     for (size_t rank = 0; rank < order.size(); ++rank) {
@@ -96,19 +96,19 @@ class DemandOrder {
     }
     expected_ = std::move(order);
     bytes_before_ = std::move(before);
-    window_bytes_ = window_bytes;
+    prefetch_bytes_ = prefetch_bytes;
     frontier_ = 0;
   }
   bool expects_all() const { return expected_.size() == size(); }
 
-  // What the window newly covers now that a storage is demanded, after expect(). What is decoded
-  // lies beside its frame until it has been used, and takes a part of the window.
+  // What newly lies within these bytes now that a storage is demanded, after expect(). What is
+  // decoded lies beside its frame until it has been used, and takes a part of them.
   std::span<const size_t> advance(size_t index) {
     const Saved& saved = saved_.at(index);
     const int64_t beside = saved.decoded ? saved.nbytes : 0;
     const size_t next = saved.rank + 1;
     const size_t first = std::max(next, frontier_);
-    const int64_t limit = bytes_before_.at(next) + std::max<int64_t>(window_bytes_ - beside, 0);
+    const int64_t limit = bytes_before_.at(next) + std::max<int64_t>(prefetch_bytes_ - beside, 0);
     frontier_ = first;
     while (frontier_ < expected_.size() && bytes_before_[frontier_ + 1] <= limit) {
       ++frontier_;
@@ -140,7 +140,7 @@ class DemandOrder {
   Share raw_, decoded_;
   std::vector<size_t> expected_;
   std::vector<int64_t> bytes_before_;  // each place of the expected order, and its end
-  int64_t window_bytes_ = 0;
+  int64_t prefetch_bytes_ = 0;
   size_t frontier_ = 0;  // places before it were demanded or asked for
 };
 
@@ -201,15 +201,15 @@ struct Forecast {
   enum class Verdict : uint8_t { kNone, kNeededAtOnce, kNeverFreed };
 
   // `held`: places of storages that stayed alive although they had left.
-  Forecast(const DemandOrder& seen, std::span<const size_t> held, int64_t window)
-      : window_bytes(window), order(seen.demanded()), sizes(seen.sizes()) {
+  Forecast(const DemandOrder& seen, std::span<const size_t> held, int64_t bytes)
+      : prefetch_bytes(bytes), order(seen.demanded()), sizes(seen.sizes()) {
     for (size_t index = seen.size(); index-- > 0;) {  // the others: last saved first
       if (!seen.was_demanded(index)) {
         order.push_back(index);
       }
     }
     verdicts.resize(sizes.size(), Verdict::kNone);
-    int64_t room = window;
+    int64_t room = bytes;
     for (const size_t index : order) {
       room -= sizes[index];
       if (room < 0) {
@@ -226,7 +226,7 @@ struct Forecast {
     return index < sizes.size() && sizes[index] == nbytes;
   }
 
-  int64_t window_bytes;
+  int64_t prefetch_bytes;
   std::vector<size_t> order;  // in which all of them will be demanded
   std::vector<int64_t> sizes;
   std::vector<Verdict> verdicts;

@@ -40,10 +40,10 @@ bool runs_backward() { return number_of_backward() != -1; }
 
 int number_of_backward() { return torch::autograd::get_current_graph_task_id(); }
 
-Engine::Engine(std::optional<int64_t> window_bytes, Schedule schedule)
+Engine::Engine(std::optional<int64_t> prefetch_bytes, Schedule schedule)
     : schedule(schedule),
       windows(schedule == Schedule::kWindows ? std::make_unique<Windows>(*this) : nullptr),
-      timeline(window_bytes),
+      timeline(prefetch_bytes),
       iteration(timeline.begin()) {}
 
 Engine::~Engine() = default;

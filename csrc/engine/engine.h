@@ -98,7 +98,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
  public:
   static constexpr const char* kPlanned = "planned";
 
-  explicit Engine(std::optional<int64_t> window_bytes, Schedule schedule = Schedule::kIterations);
+  explicit Engine(std::optional<int64_t> prefetch_bytes, Schedule schedule = Schedule::kIterations);
   ~Engine();
   Engine(const Engine&) = delete;
   Engine& operator=(const Engine&) = delete;

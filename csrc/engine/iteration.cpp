@@ -20,7 +20,7 @@ namespace memswap {
 namespace {
 
 // A share of an iteration's bytes, and never less than its largest storage.
-constexpr double kWindowShare = 1.0 / 8;
+constexpr double kPrefetchShare = 1.0 / 8;
 // The same for bytes that are encoded where they are; and the largest storage comes with the small
 // ones around it (the weight beside the input of a matrix product).
 constexpr double kDecodeShare = 1.0 / 32, kDecodeSlack = 1.25;
@@ -62,7 +62,7 @@ const char* Iteration::verdict(size_t index, int64_t nbytes) {
 }
 
 std::optional<int64_t> Iteration::frame_held_at_peak(size_t index) const {
-  const bool none_stays = given_window_bytes_ == 0;  // at the end of the forward, by who uses this
+  const bool none_stays = given_prefetch_bytes_ == 0;  // at the end of the forward, by who uses this
   if (none_stays || !forecast_ || !forecast_->held_at_peak.contains(index)) {
     return std::nullopt;
   }
@@ -97,7 +97,7 @@ std::vector<EntryPtr> Iteration::demand(size_t index) {
     return entries;
   }
   const auto coming = returns_as_planned() ? std::span(std::as_const(plan->places[index].fetches))
-                                           : next_in_window(index);
+                                           : next_to_prefetch(index);
   if (limit_bytes == 0) {
     for (const size_t next : coming) {
       if (EntryPtr entry = to_bring(next)) {
@@ -125,13 +125,13 @@ std::vector<EntryPtr> Iteration::demand(size_t index) {
   return entries;
 }
 
-// Where no plan says what comes next, the window does.
-std::span<const size_t> Iteration::next_in_window(size_t index) {
+// What comes back where no plan says it.
+std::span<const size_t> Iteration::next_to_prefetch(size_t index) {
   if (!order_.expects_all()) {
     if (forecast_ && forecast_->sizes.size() == size()) {
-      order_.expect(forecast_->order, forecast_->window_bytes);
+      order_.expect(forecast_->order, forecast_->prefetch_bytes);
     } else {
-      order_.expect(first_guess(groups_), window_bytes());
+      order_.expect(first_guess(groups_), prefetch_bytes());
     }
   }
   return order_.advance(index);
@@ -220,37 +220,37 @@ bool Iteration::over() const {
                      [](const std::weak_ptr<Entry>& entry) { return entry.expired(); });
 }
 
-int64_t Iteration::window_bytes() const {
-  return forecast_ ? forecast_->window_bytes : own_window_bytes();
+int64_t Iteration::prefetch_bytes() const {
+  return forecast_ ? forecast_->prefetch_bytes : own_prefetch_bytes();
 }
 
-int64_t Iteration::own_window_bytes() const {
-  if (given_window_bytes_) {
-    return *given_window_bytes_;
+int64_t Iteration::own_prefetch_bytes() const {
+  if (given_prefetch_bytes_) {
+    return *given_prefetch_bytes_;
   }
   const double most = static_cast<double>(order_.decoded().nbytes) * kMostDecodedShare;
   const double hidden = std::min(static_cast<double>(order_.bytes_ahead()), most);
-  return std::max(least_window_bytes(), static_cast<int64_t>(hidden));
+  return std::max(least_prefetch_bytes(), static_cast<int64_t>(hidden));
 }
 
-int64_t Iteration::least_window_bytes() const {
-  if (given_window_bytes_) {
-    return *given_window_bytes_;
+int64_t Iteration::least_prefetch_bytes() const {
+  if (given_prefetch_bytes_) {
+    return *given_prefetch_bytes_;
   }
   const DemandOrder::Share &raw = order_.raw(), &decoded = order_.decoded();
-  const double shares = static_cast<double>(raw.nbytes) * kWindowShare +
+  const double shares = static_cast<double>(raw.nbytes) * kPrefetchShare +
                         static_cast<double>(decoded.nbytes) * kDecodeShare;
   return static_cast<int64_t>(std::max(
       {static_cast<double>(raw.most), static_cast<double>(decoded.most) * kDecodeSlack, shares}));
 }
 
 int64_t Iteration::leaving_bytes() const {
-  return std::max({window_bytes(), order_.raw().most, order_.decoded().most});
+  return std::max({prefetch_bytes(), order_.raw().most, order_.decoded().most});
 }
 
-Forecast Iteration::predicts(int64_t window_bytes) const {
+Forecast Iteration::predicts(int64_t prefetch_bytes) const {
   const std::vector<size_t> places(held.begin(), held.end());
-  Forecast made(order_, places, window_bytes);
+  Forecast made(order_, places, prefetch_bytes);
   made.held_at_peak = at_peak.best();
   return made;
 }
@@ -261,10 +261,10 @@ IterationPtr Timeline::begin() {
   const auto latest = std::find_if(recent_.rbegin(), recent_.rend(),
                                    [](const IterationPtr& one) { return one->began_backward(); });
   if (latest != recent_.rend() && *latest != forecast_of_.lock()) {
-    forecast_ = std::make_shared<Forecast>((*latest)->predicts((*latest)->own_window_bytes()));
+    forecast_ = std::make_shared<Forecast>((*latest)->predicts((*latest)->own_prefetch_bytes()));
     forecast_of_ = *latest;
   }
-  auto made = std::make_shared<Iteration>(forecast_, window_bytes);
+  auto made = std::make_shared<Iteration>(forecast_, prefetch_bytes);
   recent_.push_back(made);
   if (recent_.size() > kRecent) {
     recent_.pop_front();

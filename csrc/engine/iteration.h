@@ -35,10 +35,10 @@ class Iteration : public std::enable_shared_from_this<Iteration> {
   static constexpr char kNeverFreed[] = "never freed";
   static constexpr char kHeldAtPeak[] = "held at the peak";
 
-  // `forecast`: what an earlier iteration predicts, or nullptr. `window_bytes`: of prefetching;
+  // `forecast`: what an earlier iteration predicts, or nullptr. `prefetch_bytes`:
   // nothing: by what is saved ([Note: Prefetched bytes]).
-  Iteration(std::shared_ptr<const Forecast> forecast, std::optional<int64_t> window_bytes)
-      : forecast_(std::move(forecast)), given_window_bytes_(window_bytes) {}
+  Iteration(std::shared_ptr<const Forecast> forecast, std::optional<int64_t> prefetch_bytes)
+      : forecast_(std::move(forecast)), given_prefetch_bytes_(prefetch_bytes) {}
   Iteration(const Iteration&) = delete;
   Iteration& operator=(const Iteration&) = delete;
 
@@ -86,15 +86,15 @@ class Iteration : public std::enable_shared_from_this<Iteration> {
   // --- bytes ahead of the latest demand that are on their way back ---
 
   // As predicted, for as long as the sizes agree; otherwise as its own storages make it.
-  int64_t window_bytes() const;
-  int64_t own_window_bytes() const;
+  int64_t prefetch_bytes() const;
+  int64_t own_prefetch_bytes() const;
   // The same, whatever operators decodes wait for.
-  int64_t least_window_bytes() const;
-  // Bytes that may leave at once: the window, and never less than one storage.
+  int64_t least_prefetch_bytes() const;
+  // Bytes that may leave at once: as many, and never less than one storage.
   int64_t leaving_bytes() const;
 
   // What it predicts about the next one.
-  Forecast predicts(int64_t window_bytes) const;
+  Forecast predicts(int64_t prefetch_bytes) const;
 
   // --- under a plan ---
 
@@ -138,26 +138,26 @@ class Iteration : public std::enable_shared_from_this<Iteration> {
 
  private:
   const char* verdict(size_t index, int64_t nbytes);
-  std::span<const size_t> next_in_window(size_t index);
+  std::span<const size_t> next_to_prefetch(size_t index);
   EntryPtr to_bring(size_t index) const;
 
   DemandOrder order_;
   std::vector<std::weak_ptr<Entry>> entries_;
   std::vector<int64_t> groups_;
   std::shared_ptr<const Forecast> forecast_;  // that its storages agree with so far
-  const std::optional<int64_t> given_window_bytes_;
+  const std::optional<int64_t> given_prefetch_bytes_;
   std::vector<size_t> postponed_;  // what was to start back, and found no room yet
 };
 
 // The iterations of one engine.
 class Timeline {
  public:
-  explicit Timeline(std::optional<int64_t> bytes) : window_bytes(bytes) {}
+  explicit Timeline(std::optional<int64_t> bytes) : prefetch_bytes(bytes) {}
 
   // A new iteration, with what the last one that was demanded predicts.
   IterationPtr begin();
 
-  std::optional<int64_t> window_bytes;  // of iterations that begin; nothing: automatic
+  std::optional<int64_t> prefetch_bytes;  // of iterations that begin; nothing: automatic
 
  private:
   static constexpr size_t kRecent = 8;

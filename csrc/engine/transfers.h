@@ -27,8 +27,8 @@ class Entry;
 // pool. (What becomes a recipe is not sent.)
 enum class Form : uint8_t { kBlock, kFrame, kPooledFrame };
 
-// Why a storage was not sent: the reason in the statistics, and where there was too little of
-// something, of what, in words for the user.
+// Why a storage was not sent: the reason in the statistics, and where a resource has run out, which
+// one, in words for the user.
 struct Refused {
   const char* reason;
   std::string why;

@@ -14,7 +14,7 @@ namespace {
 
 constexpr double kNoEnd = std::numeric_limits<double>::infinity();
 
-// Of the wanted decodes, those that may wait: a part of the prefetch window.
+// Of the wanted decodes, those that may wait: a part of the bytes that are prefetched.
 constexpr int64_t kWantedPart = 2;
 
 // Encodes that one window looks at in vain before it gives up.
@@ -55,12 +55,12 @@ void WindowQueue::defer(PendingEncode pending) {
   }
 }
 
-void WindowQueue::want(const std::vector<EntryPtr>& entries, int64_t window_bytes) {
+void WindowQueue::want(const std::vector<EntryPtr>& entries, int64_t prefetch_bytes) {
   for (const EntryPtr& entry : entries) {
     wanted_.push_back({entry, entry->nbytes(), now_});
     wanted_bytes_ += entry->nbytes();
   }
-  while (!wanted_.empty() && wanted_bytes_ * kWantedPart > window_bytes) {
+  while (!wanted_.empty() && wanted_bytes_ * kWantedPart > prefetch_bytes) {
     counts.decoded_ahead += fetch_next() ? 1 : 0;
   }
 }

@@ -22,7 +22,7 @@
 //    stream has been given so far. Streams are compared, never remembered to be waited for.
 // 2. It does not start once its iteration's backward has begun: from there on memory only falls.
 // 3. No more than `max_pending_bytes` wait; beyond that, encodes start at once.
-// 4. A decode that is wanted waits as long as no more than half of the prefetch window does.
+// 4. A decode that is wanted waits as long as no more than half of the bytes to prefetch do.
 #pragma once
 
 #include <c10/core/Stream.h>
@@ -99,7 +99,7 @@ class WindowQueue {
   // An encode is to be started in a window; if too much waits already, some start now.
   void defer(PendingEncode pending);
   // Entries will be demanded soon, in this order.
-  void want(const std::vector<EntryPtr>& entries, int64_t window_bytes);
+  void want(const std::vector<EntryPtr>& entries, int64_t prefetch_bytes);
   // Promises nothing any more. What waits stays where it is.
   void clear();
   // Encodes that wait, in the order in which they should start.

@@ -87,9 +87,9 @@ void Windows::look_ahead(const IterationPtr& iteration, size_t index) {
   const bool first = !iteration->began_backward();
   demanded_ = iteration;
   std::vector<EntryPtr> wanted = iteration->demand(index);
-  int64_t window_bytes = iteration->window_bytes();
-  if (iteration->returns_as_planned()) {             // copies take no processors, and start in time
-    window_bytes = iteration->least_window_bytes();  // a plan asks for little ahead
+  int64_t prefetch_bytes = iteration->prefetch_bytes();
+  if (iteration->returns_as_planned()) {  // copies take no processors, and start in time
+    prefetch_bytes = iteration->least_prefetch_bytes();  // a plan asks for little ahead
     std::vector<EntryPtr> copied;
     std::erase_if(wanted, [&](const EntryPtr& one) {
       if (on_device(one->away())) {
@@ -104,7 +104,7 @@ void Windows::look_ahead(const IterationPtr& iteration, size_t index) {
   if (first) {
     queue.begin_backward();
   }
-  queue.want(wanted, window_bytes);
+  queue.want(wanted, prefetch_bytes);
 }
 
 void Windows::hurry(const EntryPtr& entry) {

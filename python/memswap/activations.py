@@ -93,7 +93,9 @@ class saved_tensors(Uncopied, Counted):  # noqa: N801  (used like torch.autograd
         prefetch_bytes: int | str = "auto",
     ) -> None:
         check_pool(pool)
-        super().__init__({"": Engine(checked_policy(policy), pool, window(prefetch_bytes))})
+        super().__init__(
+            {"": Engine(checked_policy(policy), pool, parsed_prefetch(prefetch_bytes))}
+        )
         self._open: OpenBlocks[HookScope] = OpenBlocks()
 
     @uncompiled
@@ -116,7 +118,7 @@ class Manager(Managed):
         blocks: Blocks,
         policy: Decider,
         pool: Pool | None,
-        window_bytes: int | None,
+        prefetch_bytes: int | None,
         budget: int | str | None = None,
         rates: Rates | None = None,
         group: Any = None,
@@ -125,7 +127,7 @@ class Manager(Managed):
         optimizer: ManagedOptimizer | None = None,
     ) -> None:
         make = Engine if windows is None else windows.engine
-        super().__init__({"": make(policy, pool, window_bytes)})
+        super().__init__({"": make(policy, pool, prefetch_bytes)})
         self._units = dict(blocks.units)
         self._description = blocks.description
         self._budget = budget
@@ -455,7 +457,7 @@ def manage(
             check_pool(pool, parameter.device)
     if budget is not None:
         check_one_device(blocks.units.values())
-    policy, window_bytes = checked_policy(policy), window(prefetch_bytes)
+    policy, ahead = checked_policy(policy), parsed_prefetch(prefetch_bytes)
     device, managed = None, None
     if whole:
         device = _device_budget(str(budget), modules, blocks, optimizer, pool)
@@ -466,7 +468,7 @@ def manage(
         blocks,
         policy,
         pool,
-        window_bytes,
+        ahead,
         budget,
         rates,
         group_of(group),
@@ -560,8 +562,8 @@ def refuse(found: object, caller: str) -> NoReturn:
     )
 
 
-def window(prefetch_bytes: int | str) -> int | None:
-    """Bytes of the window, or None for automatic."""
+def parsed_prefetch(prefetch_bytes: int | str) -> int | None:
+    """Bytes to prefetch, or None for automatic."""
     if prefetch_bytes == "auto":
         return None
     return parse_bytes(prefetch_bytes, "prefetch_bytes", auto=True)

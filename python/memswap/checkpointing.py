@@ -19,7 +19,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from torch.utils.checkpoint import create_selective_checkpoint_contexts, noop_context_fn
 
-from memswap.activations import named_units, window
+from memswap.activations import named_units, parsed_prefetch
 from memswap.checkpoints.call import flattened, with_the_same_parameters
 from memswap.checkpoints.policy import (
     CheckpointPolicy,
@@ -161,7 +161,7 @@ class Checkpointing(Uncopied, Counted):
         self._has_pool = pool is not None
         # Whatever leaves through this engine does so by an action that its scope names.
         policy = Policy(action=Action.KEEP, min_bytes=min_bytes)
-        super().__init__({"": Engine(policy, pool, window(prefetch_bytes))})
+        super().__init__({"": Engine(policy, pool, parsed_prefetch(prefetch_bytes))})
         self._options = _TorchOptions(
             determinism_check=determinism_check,
             preserve_rng_state=preserve_rng_state,

@@ -91,9 +91,9 @@ class Windows:
             return None
         return parse_bytes(self.max_pending_bytes, "Windows(max_pending_bytes=...)", auto=True)
 
-    def engine(self, policy: Decider, pool: Pool | None, window_bytes: int | None) -> Engine:
+    def engine(self, policy: Decider, pool: Pool | None, prefetch_bytes: int | None) -> Engine:
         """A new engine that goes by these options. Arguments: those of :class:`Engine`."""
-        engine = Engine(policy, pool, window_bytes, Schedule.WINDOWS)
+        engine = Engine(policy, pool, prefetch_bytes, Schedule.WINDOWS)
         windows = engine.windows
         assert windows is not None  # of that schedule
         windows.queue.max_pending_bytes = self.pending_bound()

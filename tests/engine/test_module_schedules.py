@@ -148,7 +148,7 @@ def test_two_layers_are_there_at_once_or_more_where_the_link_is_slow(device, new
         monkeypatch.setattr(towers, "link_speed", lambda of, speed=speed: speed)
         swap = memswap.swap_modules(model, "layers.{*}", policy=EVERYTHING, pool=new_pool())
         (tower,) = swap.schedule.towers.values()
-        assert tower.window_bytes is None and tower.link_bytes_per_s is None
+        assert tower.prefetch_bytes is None and tower.link_bytes_per_s is None
         for _ in range(4):
             swap.reset_stats()
             train_step(model, lambda: model(x))
@@ -158,7 +158,7 @@ def test_two_layers_are_there_at_once_or_more_where_the_link_is_slow(device, new
             for reason, count in stats.kept.items()
             if reason in ("needed at once", "never freed")
         )
-        windows[speed] = tower.window_bytes / saved
+        windows[speed] = tower.prefetch_bytes / saved
         assert tower.link_bytes_per_s == speed
         swap.remove()
     assert abs(windows[1e15] - 2 / 6) < 0.05, "a fast link: two of six layers"

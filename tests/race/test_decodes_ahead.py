@@ -94,8 +94,8 @@ class Steps:
                 self.stats.append(doors.stats())
                 self.windows = doors.window_stats()
                 engine.reset_stats()
-        self.window_bytes = engine.iteration.own_window_bytes
-        self.least_window_bytes = engine.iteration.least_window_bytes
+        self.prefetch_bytes = engine.iteration.own_prefetch_bytes
+        self.least_prefetch_bytes = engine.iteration.least_prefetch_bytes
         if how == "manage":
             doors.remove()
 
@@ -121,7 +121,7 @@ def test_at_most_one_decode_in_twenty_stalls(how: str, depth: int) -> None:
 @pytest.mark.parametrize("how", ["manage", "compat"])
 def test_what_is_ahead_is_what_two_operators_need_however_deep_the_model_is(how: str) -> None:
     # A layer saves two storages; the one that was demanded last lies beside its frame.
-    assert Steps(how, 20).window_bytes == Steps(how, 40).window_bytes == 5 * NBYTES
+    assert Steps(how, 20).prefetch_bytes == Steps(how, 40).prefetch_bytes == 5 * NBYTES
 
 
 @pytest.mark.parametrize("how", ["manage", "compat"])
@@ -137,7 +137,7 @@ def test_a_host_far_ahead_waits_for_room_for_the_codec_and_keeps_nothing(
 def test_without_the_windows_of_the_last_backward_they_would_stall(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    least, engine = Steps("manage", 10).least_window_bytes, Windows.engine
+    least, engine = Steps("manage", 10).least_prefetch_bytes, Windows.engine
 
     def engine_that_knows_no_windows(options: Windows, policy: Any, pool: Any, _: Any) -> Any:
         return engine(options, policy, pool, least)  # of prefetching, whatever windows there were

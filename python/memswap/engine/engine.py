@@ -44,7 +44,7 @@ class Engine(native.Engine):
     Args:
         policy: who decides which saved tensors move.
         pool: where they go; None: a default pool of each device.
-        window_bytes: how much is brought back ahead of backward; None: by what is saved.
+        prefetch_bytes: how much is brought back ahead of backward; None: by what is saved.
         schedule: when what leaves is sent, and when it comes back.
     """
 
@@ -55,10 +55,10 @@ class Engine(native.Engine):
         self,
         policy: Decider,
         pool: Pool | None,
-        window_bytes: int | None,
+        prefetch_bytes: int | None,
         schedule: native.Schedule = Schedule.ITERATIONS,
     ) -> None:
-        super().__init__(window_bytes, schedule)
+        super().__init__(prefetch_bytes, schedule)
         self.knows_operators = True
         self._director: Director | None = None
         self.policy = policy

@@ -21,7 +21,7 @@ from weakref import ref
 import torch
 import torch.distributed as dist
 
-from memswap.activations import check_windows, manage, window
+from memswap.activations import check_windows, manage, parsed_prefetch
 from memswap.engine.transfers import check_pool
 from memswap.hooks.blocks import find_blocks, unwrapped
 from memswap.hooks.managed import Removable, Report
@@ -308,7 +308,7 @@ def check_terms(
     check_pool(pool)
     check_windows(windows)
     check_group(group)
-    window(prefetch_bytes)
+    parsed_prefetch(prefetch_bytes)
     if budget is not None and not is_device_budget(budget):
         parsed(budget, "budget")
 

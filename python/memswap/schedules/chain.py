@@ -115,7 +115,7 @@ def chain(
 ) -> ScheduledModules:
     """Offload each layer's saved activations after its forward; load them ahead in backward.
 
-    A fixed schedule: where :func:`memswap.manage` learns an order and moves a window of bytes,
+    A fixed schedule: where :func:`memswap.manage` learns an order and moves so many bytes ahead,
     this moves whole layers. Adds forward hooks and nothing else, like ``manage``.
 
     Args:

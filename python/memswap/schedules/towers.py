@@ -40,7 +40,7 @@ MOST_LINK_BYTES, FEWEST_LINK_BYTES = 8 << 20, 64 << 10
 BACKWARD_SHARE = 2 / 3
 
 #: Layers that are there at once: the one in use and the one that comes next.
-WINDOW_LAYERS = 2
+PRESENT_LAYERS = 2
 
 
 class _Inputs(threading.local):
@@ -91,10 +91,10 @@ class _InputCall(UnitCall):
 
 
 class Tower(Counted):
-    """Modules whose names differ in their number alone: an engine, an order and a window.
+    """Modules whose names differ in their number alone: an engine, an order, and bytes to prefetch.
 
-    Its window is two layers, as they saved last, or more where the link is too slow: what it cannot
-    carry during a backward stays, so that backward need not wait for it.
+    Two layers are there at once, as they saved last, or more where the link is too slow: what it
+    cannot carry during a backward stays, so that backward need not wait for it.
 
     Args:
         units: the modules, by name.
@@ -128,9 +128,9 @@ class Tower(Counted):
         return f" of {len(self.units)} module(s)"
 
     @property
-    def window_bytes(self) -> int | None:
+    def prefetch_bytes(self) -> int | None:
         """Bytes that are there at once in backward; None until a step has been seen."""
-        return self.engine.timeline.window_bytes
+        return self.engine.timeline.prefetch_bytes
 
     def seen(self) -> None:
         """One of its modules runs."""
@@ -150,7 +150,7 @@ class Tower(Counted):
             if self._prefetch and self.engine.iteration is not before:
                 now_s = perf_counter()
                 if self._began_s is not None and before.began_backward:
-                    self._set_window(before.sizes, now_s - self._began_s)
+                    self._set_prefetch(before.sizes, now_s - self._began_s)
                 self._began_s = now_s
         ended = self._iterations.unit_left
         if self._inputs is None:
@@ -161,21 +161,21 @@ class Tower(Counted):
         """None of its modules will be seen."""
         self._unseen.end()
 
-    def _set_window(self, sizes: Sequence[int], step_s: float) -> None:
+    def _set_prefetch(self, sizes: Sequence[int], step_s: float) -> None:
         links = [one for one in self.engine.open_transfers() if one.copies]
         if not links:
             return  # frames that stay on the device come over no link
         if self.link_bytes_per_s is None:
             self.link_bytes_per_s = min(link_speed(one) for one in links)
         total = sum(sizes)
-        two_layers = WINDOW_LAYERS * total // len(self.units)
+        two_layers = PRESENT_LAYERS * total // len(self.units)
         carried = self.link_bytes_per_s * step_s * BACKWARD_SHARE
-        window = max(two_layers, total - carried, *sizes)
-        self.engine.timeline.window_bytes = int(min(window, total))
+        wanted = max(two_layers, total - carried, *sizes)
+        self.engine.timeline.prefetch_bytes = int(min(wanted, total))
 
 
 class Towers(Schedule):
-    """The schedule of :func:`swap_modules`: each tower learns its order and has its own window.
+    """The schedule of :func:`swap_modules`: each tower learns its order, and what to prefetch.
 
     Storages leave as soon as they are saved and come back one by one, so no group collects them.
 
@@ -245,8 +245,8 @@ def swap_modules(
     """Swap (or encode) what modules save whose names match a plan.
 
     Modules whose names differ in their first number alone (``"layers.0"``, ``"layers.1"``) are one
-    tower; each tower has its own order and its own window. Adds forward hooks to the modules and
-    nothing else. Any number of microbatches may be in flight, and any number of models at once.
+    tower; each tower has its own order and prefetches for itself. Adds forward hooks to the modules
+    and nothing else. Any number of microbatches may be in flight, and any number of models at once.
 
     Args:
         model: the model, or several by name; their names come first in the modules' names then.

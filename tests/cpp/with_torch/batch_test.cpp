@@ -63,7 +63,7 @@ class Batches : public ::testing::Test {
       PoolOptions{.slab_bytes = 1 << 20, .alignment = 512});
   std::shared_ptr<BlockSender> sender =
       std::make_shared<BlockSender>(std::make_shared<WorkerLane>(2, 1 << 20), pool);
-  EnginePtr engine = std::make_shared<Engine>(/*window_bytes=*/0, Schedule::kBatches);
+  EnginePtr engine = std::make_shared<Engine>(/*prefetch_bytes=*/0, Schedule::kBatches);
   testing::Host& host = testing::host_of(*engine, testing::transfers_by(sender));
   int64_t ordinal = -1;
 };

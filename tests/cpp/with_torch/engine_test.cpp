@@ -75,7 +75,7 @@ class Engines : public ::testing::Test {
       PoolOptions{.slab_bytes = kHostBytes, .alignment = 512});
   std::shared_ptr<WorkerLane> lane = std::make_shared<WorkerLane>(2, kHostBytes);
   std::shared_ptr<BlockSender> sender = std::make_shared<BlockSender>(lane, pool);
-  EnginePtr engine = std::make_shared<Engine>(/*window_bytes=*/0);
+  EnginePtr engine = std::make_shared<Engine>(/*prefetch_bytes=*/0);
   testing::Host& host = testing::host_of(*engine, testing::transfers_by(sender));
   std::vector<std::string> told;
   std::optional<HookScope> scope{engine};
@@ -202,7 +202,7 @@ TEST_F(Engines, WithoutARecipeARecomputedStorageLeavesAsSuitsTheDevice) {
   EXPECT_EQ(save(saved_bytes(1)).saved.as, Saved::As::kMoved);
   EXPECT_EQ(engine->recipes, nullptr) << "nobody asked for recipes of a device";
   host.transfers = testing::transfers_by(sender, {.action = Action::kRecompute});
-  const EnginePtr other = std::make_shared<Engine>(/*window_bytes=*/0);
+  const EnginePtr other = std::make_shared<Engine>(/*prefetch_bytes=*/0);
   testing::host_of(*other, host.transfers);
   other->policy.min_bytes = 1;
   HookScope of_other(other);
@@ -285,7 +285,7 @@ TEST_F(Engines, IterationsAreForgottenAfterAFew) {
 }
 
 TEST_F(Engines, ThreadsSaveAndDemandThroughOneEngine) {
-  engine->timeline.window_bytes = 1 << 30;
+  engine->timeline.prefetch_bytes = 1 << 30;
   begin_iteration();
   std::vector<std::thread> threads;
   for (uint8_t number = 1; number <= 4; ++number) {

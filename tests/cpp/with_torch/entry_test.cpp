@@ -83,7 +83,7 @@ class Entries : public ::testing::Test {
       PoolOptions{.slab_bytes = kPoolBytes, .alignment = 512});
   // A send begins when somebody waits for it.
   BlockSender sender{std::make_shared<WorkerLane>(0, kPoolBytes), pool};
-  EnginePtr engine = std::make_shared<Engine>(/*window_bytes=*/0);
+  EnginePtr engine = std::make_shared<Engine>(/*prefetch_bytes=*/0);
   Ledger& ledger = engine->ledger;
   std::vector<std::string> told;
 };

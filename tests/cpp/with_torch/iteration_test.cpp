@@ -98,7 +98,7 @@ class Iterations : public ::testing::Test {
     return made;
   }
 
-  EnginePtr engine = std::make_shared<Engine>(/*window_bytes=*/0);
+  EnginePtr engine = std::make_shared<Engine>(/*prefetch_bytes=*/0);
 };
 
 // A plan that knows so many storages, and what their demands bring back.
@@ -260,7 +260,7 @@ TEST_F(Iterations, TheAutomaticWindowIsAnEighthAndNeverLessThanTheLargest) {
   };
   for (const auto& [sizes, window, expected] : cases) {
     Timeline timeline(window);
-    EXPECT_EQ(forward(timeline, sizes).iteration->window_bytes(), expected);
+    EXPECT_EQ(forward(timeline, sizes).iteration->prefetch_bytes(), expected);
   }
 }
 
@@ -269,11 +269,11 @@ TEST_F(Iterations, TheAutomaticWindowIsShorterForWhatIsDecoded) {
   for (int times = 0; times < 320; ++times) {
     iteration.admit(10, /*decoded=*/true, Iteration::kNoGroup);
   }
-  EXPECT_EQ(iteration.window_bytes(), 100) << "a thirty-second of what is encoded";
+  EXPECT_EQ(iteration.prefetch_bytes(), 100) << "a thirty-second of what is encoded";
   iteration.admit(800, false, Iteration::kNoGroup);
-  EXPECT_EQ(iteration.window_bytes(), 800);
+  EXPECT_EQ(iteration.prefetch_bytes(), 800);
   iteration.admit(800, true, Iteration::kNoGroup);
-  EXPECT_EQ(iteration.window_bytes(), 1000) << "the largest and what is around it";
+  EXPECT_EQ(iteration.prefetch_bytes(), 1000) << "the largest and what is around it";
 }
 
 TEST_F(Iterations, DecodesAreAheadByTheDemandsOfTwoWindows) {
@@ -281,8 +281,8 @@ TEST_F(Iterations, DecodesAreAheadByTheDemandsOfTwoWindows) {
     const Forward made = layered(Timeline(std::nullopt), [&](size_t) { return room_bytes; });
     EXPECT_EQ(made.iteration->order().bytes_ahead(), (2 + 2 + 1) * 50)
         << "one lies beside its frame";
-    EXPECT_EQ(made.iteration->own_window_bytes(), 250);
-    EXPECT_EQ(made.iteration->least_window_bytes(), 62)
+    EXPECT_EQ(made.iteration->own_prefetch_bytes(), 250);
+    EXPECT_EQ(made.iteration->least_prefetch_bytes(), 62)
         << "without windows, the largest and what is around it";
   }
 }
@@ -296,7 +296,7 @@ TEST_F(Iterations, BeforeTheFirstBackwardTheWindowsOfTheForwardSayHowFarAhead) {
     }
     iteration.admit(50, true, Iteration::kNoGroup);
   }
-  EXPECT_EQ(iteration.own_window_bytes(), 250);
+  EXPECT_EQ(iteration.own_prefetch_bytes(), 250);
 }
 
 TEST_F(Iterations, WindowsTooShortForTheirDecodesAreMadeUpForByEarlierOnes) {
@@ -309,10 +309,10 @@ TEST_F(Iterations, WindowsTooShortForTheirDecodesAreMadeUpForByEarlierOnes) {
   const Forward starved = layered(Timeline(std::nullopt), [](size_t) { return 1; });
   EXPECT_GT(starved.iteration->order().bytes_ahead(), 1000)
       << "decodes that never keep up begin at once";
-  EXPECT_EQ(starved.iteration->own_window_bytes(), 500) << "within a quarter of what is encoded";
+  EXPECT_EQ(starved.iteration->own_prefetch_bytes(), 500) << "within a quarter of what is encoded";
   EXPECT_EQ(ahead([](size_t index) { return index == 15 ? 0 : 1; }), 250)
       << "an operator that was not measured says nothing about time";
-  EXPECT_EQ(layered(Timeline(70), [](size_t) { return 100; }).iteration->own_window_bytes(), 70)
+  EXPECT_EQ(layered(Timeline(70), [](size_t) { return 100; }).iteration->own_prefetch_bytes(), 70)
       << "prefetch_bytes bounds what windows would need";
 }
 

@@ -300,7 +300,7 @@ struct Recomputing {
       std::make_shared<BudgetedSlabs>(std::make_shared<OrdinarySlabs>(), kBudget),
       PoolOptions{.slab_bytes = kBudget, .alignment = 512});
   const std::shared_ptr<WorkerLane> lane = std::make_shared<WorkerLane>(2, kBudget);
-  const EnginePtr engine = std::make_shared<Engine>(/*window_bytes=*/0);
+  const EnginePtr engine = std::make_shared<Engine>(/*prefetch_bytes=*/0);
   const at::Tensor leaf = at::randn({kRows, kRows}).requires_grad_();
   int64_t number = 0, ordinal = -1;
 };

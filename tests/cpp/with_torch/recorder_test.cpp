@@ -112,7 +112,7 @@ class Records : public ::testing::Test {
       PoolOptions{.slab_bytes = kBudget, .alignment = 512});
   std::shared_ptr<TestLane> lane = std::make_shared<TestLane>();
   std::shared_ptr<BlockSender> sender;
-  EnginePtr engine = std::make_shared<Engine>(/*window_bytes=*/0);
+  EnginePtr engine = std::make_shared<Engine>(/*prefetch_bytes=*/0);
   std::shared_ptr<Recorder> recorder;
   int64_t ordinal = -1;
 };
@@ -402,7 +402,7 @@ class SlowDisk final : public TestLane {
 // hide as much of what an operator takes meanwhile.
 TEST_F(Records, WhatIsOnItsWayBackHidesNothingOfWhatOperatorsTake) {
   constexpr int64_t kLong = 16 << 20, kSlack = 4 << 20;
-  engine = std::make_shared<Engine>(/*window_bytes=*/2 * kLong);
+  engine = std::make_shared<Engine>(/*prefetch_bytes=*/2 * kLong);
   pool = std::make_shared<Pool>(std::make_shared<OrdinarySlabs>(), PoolOptions{});
   direct(std::make_shared<SlowDisk>());
   const std::shared_ptr<MemoryGauge> gauge = MemoryGauge::of(c10::Device(c10::kCPU));
