@@ -8,8 +8,8 @@ import pytest
 from steps import ALL, RATES, stack
 
 from memswap.__main__ import main
+from memswap.cli.step_file import load, save
 from memswap.planning import profile as module
-from memswap.planning.step import load, save
 
 TINY = ["--device", "cpu", "--layers", "2", "--hidden", "64", "--heads", "2", "--seq", "128"]
 TINY += ["--batch", "4"]

@@ -8,6 +8,7 @@ import pytest
 from steps import RATES, saved
 
 from memswap import Action
+from memswap.cli.step_file import load, save
 from memswap.planning.planner import make_plan
 from memswap.planning.replay import replay
 from memswap.planning.search import Search
@@ -89,6 +90,7 @@ def test_a_regions_input_that_nobody_saves_any_more_is_its_own():
     assert region.inputs == (0,) and region.other_nbytes == 7 + NARROW
 
 
-def test_a_step_with_sources_is_written_and_read():
-    step = sourced()
-    assert Step.from_dict(step.as_dict()) == step
+def test_a_step_with_sources_is_written_and_read(tmp_path):
+    step, file = sourced(), tmp_path / "step.json"
+    save(step, RATES, file)
+    assert load(file) == (step, RATES)

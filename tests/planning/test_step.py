@@ -9,8 +9,9 @@ import pytest
 from steps import ALL, RATES, saved, stack
 
 from memswap import Action, Rates
+from memswap.cli.step_file import load, save
 from memswap.planning.replay import replay, timetable
-from memswap.planning.step import Recipe, Step, load, save
+from memswap.planning.step import Recipe, Step
 from memswap.reports.step_report import trace
 
 

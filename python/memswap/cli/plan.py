@@ -19,11 +19,12 @@ from memswap.cli.arguments import file
 from memswap.cli.corpus import Batches, read_corpus
 from memswap.cli.gpt import GPT
 from memswap.cli.model_options import add_model_arguments, check_device
+from memswap.cli.step_file import load, save
 from memswap.cli.training import DTYPES
 from memswap.planning.budgets import parsed
 from memswap.planning.cost_model import HARDWARE, hardware
 from memswap.planning.planner import make_plan
-from memswap.planning.step import Step, load, save
+from memswap.planning.step import Step
 
 STEPS = 6  # three that learn, and three planned ones: the second of those is timed
 

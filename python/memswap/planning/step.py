@@ -1,22 +1,17 @@
 """Step: what the planner knows of one training step. It touches no tensor and reads no clock.
 
-A step is made from a record (`from_record`), from a JSON file (`load`), or written by hand, for a
-machine that is not here. Marks are those of [Note: Marks] in csrc/engine/recorder.h.
+A step is made from a record (observed.py), read from a file (cli/step_file.py), or written by hand,
+for a machine that is not here. Marks are those of [Note: Marks] in csrc/engine/recorder.h.
 """
 
 from __future__ import annotations
 
-import json
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass, replace
 from typing import Any
 
 from memswap.engine.action import Action
-from memswap.planning.rates import Rates
-
-FORMAT = 7
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,43 +239,6 @@ class Step:
         """The same step with other times."""
         return replace(self, gaps_s=tuple(gaps_s), tail_s=tail_s)
 
-    def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
-        content = asdict(self)
-        for storage in content["storages"]:
-            storage["actions"] = [action.value for action in storage["actions"]]
-        return content
-
-    @staticmethod
-    def from_dict(content: Any) -> Step:
-        """The inverse. Raises ValueError where it is not what `as_dict` returns."""
-        try:
-            storages = tuple(
-                SavedStorage(
-                    **{
-                        **saved,
-                        "actions": tuple(map(Action, saved["actions"])),
-                        "users": tuple(saved["users"]),
-                        "recipe": _recipe(saved["recipe"]),
-                    }
-                )
-                for saved in content["storages"]
-            )
-            return Step(
-                storages,
-                tuple(map(int, content["order"])),
-                tuple(map(float, content["gaps_s"])),
-                float(content["tail_s"]),
-                tuple(
-                    Region(one["unit"], tuple(map(int, one["inputs"])), int(one["other_nbytes"]))
-                    for one in content["regions"]
-                ),
-                tuple(map(int, content["extra_nbytes"])),
-                tuple(map(float, content["windows_s"])),
-            )
-        except (KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"this is no step of memswap's: {error}") from error
-
 
 def with_recipe(storage: SavedStorage, places: Mapping[int, int]) -> SavedStorage:
     """A storage whose recipe reads the same, by its new places; without, where some have none."""
@@ -291,41 +249,3 @@ def with_recipe(storage: SavedStorage, places: Mapping[int, int]) -> SavedStorag
         return replace(storage, recipe=None)
     sources = tuple(places[source] for source in recipe.sources)
     return replace(storage, recipe=replace(recipe, sources=sources))
-
-
-def _recipe(content: Any) -> Recipe | None:
-    if content is None:
-        return None
-    sources = tuple(map(int, content["sources"]))
-    words, seconds = str(content["words"]), float(content["seconds"])
-    return Recipe(words, sources, seconds, int(content["made_nbytes"]))
-
-
-def save(step: Step, rates: Rates, file: Path) -> None:
-    """Write a step and the rates of the machine that it was measured on."""
-    content = {"memswap_step": FORMAT, "rates": rates.as_dict(), "step": step.as_dict()}
-    file.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-
-
-def load(file: Path) -> tuple[Step, Rates]:
-    """Read what `save` wrote.
-
-    Raises:
-        OSError: there is no such file, or it cannot be read.
-        ValueError: it is something else.
-    """
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ValueError(
-            f"{file}: expected a step saved as JSON, found no JSON: {error}"
-        ) from error
-    if not isinstance(content, dict) or content.get("memswap_step") != FORMAT:
-        raise ValueError(
-            f"{file}: expected a step saved by `python -m memswap plan --save` of this version "
-            f"(memswap_step: {FORMAT})"
-        )
-    try:
-        return Step.from_dict(content.get("step")), Rates.from_dict(content.get("rates"))
-    except ValueError as error:
-        raise ValueError(f"{file}: {error}") from error
