@@ -97,9 +97,9 @@ class Costs:
     share: float = 1.0
     """Of what is allowed, how much a plan may take by prediction: less after each of them."""
     backoffs: int = 0
-    """How many there were,"""
+    """How many plans were given up."""
     words: str = ""
-    """and what the last one took."""
+    """What the last of these plans took, in words for the user."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,13 +143,13 @@ class Measured:
     iterations: int = 0
     """Since the plan is in force."""
     changed: int = 0
-    """Of the last ones, how many in a row did not look as planned,"""
+    """Iterations in a row, the last one included, that did not look as planned."""
     alike: int = 0
-    """how many did,"""
+    """Iterations in a row, the last one included, that looked as planned."""
     unfit: int = 0
-    """how many had frames that were longer than planned,"""
+    """Iterations in a row whose frames were longer than planned."""
     unproven: int = 0
-    """and how many lacked a recipe that was planned with."""
+    """Iterations in a row that lacked a recipe that was planned with."""
     held: bool = False
     """Whether `exposed_s` was compared with the plain step."""
     doubts: int = 0
@@ -226,9 +226,9 @@ class Flights:
     number: int = 1
     """To plan for."""
     seen: int = 1
-    """The most since it was last looked at,"""
+    """The most forwards at a time since `number` was last compared with them."""
     iterations: int = 0
-    """in so many iterations."""
+    """Iterations since then."""
     patience: int = FLIGHTS_PATIENCE
     """Iterations until a number that was not seen again is forgotten."""
     forgotten: bool = False

@@ -51,9 +51,9 @@ class Made:
     known: Known
     """With a plan, or with regions to record first."""
     needs_bytes: int | None = None
-    """Bytes of the smallest budget that could be met, if the plan exceeds the one given,"""
+    """Bytes of the smallest budget that could be met, if the plan exceeds the one given."""
     allowed_bytes: int = 0
-    """which comes to so many."""
+    """Bytes that the one given comes to, if the plan exceeds it."""
 
 
 def from_step(known: Known, step: Step, rates: Rates, keys: tuple[Key, ...], terms: Terms) -> Made:

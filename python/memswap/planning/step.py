@@ -88,9 +88,9 @@ class Region:
 
     unit: str
     inputs: tuple[int, ...] = ()
-    """Storages of the step that it is called with. They are all that it keeps then,"""
+    """Storages of the step that it is called with: what a recomputed unit keeps."""
     other_nbytes: int = 0
-    """and bytes of inputs that nobody saves if the unit is not recomputed."""
+    """Bytes of its other inputs, which nobody saves if the unit is not recomputed."""
 
 
 @dataclass(frozen=True, slots=True)
