@@ -41,7 +41,7 @@ class Row:
     """Of choosing, as a share of the encode."""
 
 
-def cost_of(tensor: torch.Tensor, chosen: codec.ShapeName, rounds: int) -> float:
+def cost_of(tensor: torch.Tensor, chosen: codec.LayoutName, rounds: int) -> float:
     """Choosing a layout for 64 MiB of these blocks over encoding them."""
     large = tensor.flatten().repeat(max(1, COST_BYTES // tensor.nbytes))
     code = native.dtype_code(large.dtype)
@@ -55,8 +55,8 @@ def cost_of(tensor: torch.Tensor, chosen: codec.ShapeName, rounds: int) -> float
     torch.set_num_threads(1)
     try:
         return statistics.median(
-            seconds(lambda: native.choose_shape(large, code))
-            / seconds(lambda: memswap.encode(large, shape=chosen))
+            seconds(lambda: native.choose_layout(large, code))
+            / seconds(lambda: memswap.encode(large, layout=chosen))
             for _ in range(rounds)
         )
     finally:

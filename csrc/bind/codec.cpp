@@ -19,8 +19,9 @@ inline constexpr std::tuple kMembers<Encoding>{&Encoding::encoded, &Encoding::ti
 static py::object fields_of(const FrameReport& report) {
   using H = frame::Header;
   py::object fields =
-      as_object<&H::elements, &H::blocks, &H::dtype, &H::shape, &H::var_capacity, &H::var_used,
+      as_object<&H::elements, &H::blocks, &H::dtype, &H::var_capacity, &H::var_used,
                 &H::overflow_used, &H::zeros, &H::center_sum, &H::status>(report.header);
+  fields.attr("layout") = report.header.shape;
   fields.attr("frame_nbytes") = report.frame_nbytes();
   return fields;
 }
@@ -33,12 +34,12 @@ static py::object fields_of(const Arena::Statistics& all) {
 
 namespace {
 
-py::object layout_of(int64_t dtype, int64_t shape, uint64_t elements) {
-  const frame::Layout layout = checked_layout(dtype, shape, elements);
-  py::object fields = as_object<&frame::Layout::elements, &frame::Layout::blocks>(layout);
-  fields.attr("fixed_nbytes") = layout.var;
-  fields.attr("max_var_units") = layout.max_var_units();
-  fields.attr("max_nbytes") = layout.bytes(layout.max_var_units());
+py::object sizes_of(int64_t dtype, int64_t layout, uint64_t elements) {
+  const frame::Layout sizes = checked_layout(dtype, layout, elements);
+  py::object fields = as_object<&frame::Layout::elements, &frame::Layout::blocks>(sizes);
+  fields.attr("fixed_nbytes") = sizes.var;
+  fields.attr("max_var_units") = sizes.max_var_units();
+  fields.attr("max_nbytes") = sizes.bytes(sizes.max_var_units());
   return fields;
 }
 
@@ -66,9 +67,9 @@ void serve(const std::string& device_type, const py::capsule& capsule) {
 }
 
 void bind_frames(py::module_& module) {
-  module.def("frame_layout", &layout_of, "dtype"_a, "shape"_a, "elements"_a);
+  module.def("frame_sizes", &sizes_of, "dtype"_a, "layout"_a, "elements"_a);
   py::register_local_exception<DamagedFrameError>(module, "DamagedFrameError", PyExc_RuntimeError);
-  bind_functions<&encode_tensor, &choose_shape, &exact_frame, &decode_tensor, &portable_frame>(
+  bind_functions<&encode_tensor, &choose_layout, &exact_frame, &decode_tensor, &portable_frame>(
       module, without_gil());
   bind_functions<&frame_of, &bytes_of, &read_header, &spare_pool>(module);
   module.def(

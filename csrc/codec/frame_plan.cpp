@@ -11,7 +11,7 @@ bool known(int64_t dtype, int64_t shape) {
 }
 
 std::string unknown(int64_t dtype, int64_t shape) {
-  return "no frame has dtype " + std::to_string(dtype) + " and shape " + std::to_string(shape) +
+  return "no frame has dtype " + std::to_string(dtype) + " and layout " + std::to_string(shape) +
          " (docs/format.md sections 2 and 3)";
 }
 
@@ -26,8 +26,8 @@ std::optional<FramePlan> plan_frame(const FrameOptions& options, const void* byt
   }
   if (!options.shape && options.var_capacity) {
     throw std::invalid_argument(
-        "plan_frame: how much room a frame needs follows from its shape, found a capacity of " +
-        std::to_string(*options.var_capacity) + " units without a shape");
+        "plan_frame: how much room a frame needs follows from its layout, found a capacity of " +
+        std::to_string(*options.var_capacity) + " units without a layout");
   }
   const auto dtype = static_cast<frame::Dtype>(options.dtype);
   const auto shape = static_cast<frame::Shape>(code);

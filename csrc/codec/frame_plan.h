@@ -51,8 +51,8 @@ struct FramePlan {
 };
 
 // The frame of `nbytes` bytes at `bytes`, or nothing and in `refusal`, in words for the user, why
-// they cannot be encoded so. Where no shape is given it is a frame of any of them, which all are as
-// long at worst.
+// they cannot be encoded so. Where no layout is given it is a frame of any of them, which all are
+// as long at worst.
 std::optional<FramePlan> plan_frame(const FrameOptions& options, const void* bytes, size_t nbytes,
                                     std::string& refusal);
 

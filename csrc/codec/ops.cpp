@@ -3,8 +3,8 @@
 // Neither is differentiable: a frame is bytes. A frame has its worst-case length, which follows
 // from the input's size alone, so that shapes are known to a compiler. On an accelerator nothing
 // waits, so a damaged frame cannot raise there: its output is meaningless (memswap.decode does
-// check). Who names the shape that encode was given spares a GPU a launch, where it would otherwise
-// have to try two kernels; a frame of another shape may then be damaged.
+// check). Who names the layout that encode was given spares a GPU a launch, where it would
+// otherwise have to try two kernels; a frame of another layout may then be damaged.
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
@@ -34,7 +34,7 @@ at::Tensor encode(const at::Tensor& self, int64_t dtype, int64_t shape, bool che
 at::Tensor decode(const at::Tensor& frame, at::IntArrayRef size, at::ScalarType dtype,
                   std::optional<int64_t> shape) {
   TORCH_CHECK_VALUE(!shape || (*shape >= 0 && *shape <= frame::kLastShape),
-                    "memswap::decode: no frame has shape ", *shape, " (docs/format.md section 3)");
+                    "memswap::decode: no frame has layout ", *shape, " (docs/format.md section 3)");
   try {
     const auto known = shape ? std::optional(static_cast<uint8_t>(*shape)) : std::nullopt;
     return decode_tensor(frame, size, dtype, /*check_decode=*/false, known);
@@ -67,9 +67,9 @@ at::Tensor decode_meta(const at::Tensor& frame, c10::SymIntArrayRef size, at::Sc
 }
 
 TORCH_LIBRARY(memswap, library) {
-  library.def("encode(Tensor self, int dtype, int shape, bool checksum=False) -> Tensor",
+  library.def("encode(Tensor self, int dtype, int layout, bool checksum=False) -> Tensor",
               {at::Tag::pt2_compliant_tag});
-  library.def("decode(Tensor frame, SymInt[] size, ScalarType dtype, int? shape=None) -> Tensor",
+  library.def("decode(Tensor frame, SymInt[] size, ScalarType dtype, int? layout=None) -> Tensor",
               {at::Tag::pt2_compliant_tag});
 }
 

@@ -228,7 +228,7 @@ std::optional<FramePlan> StreamCodecLane::plan(const StorageRefPtr& storage,
                     "memswap: this codec lane serves ", streams_->device(), ", found ",
                     storage ? storage->storage.device().str() : "None");
   TORCH_CHECK_VALUE(options.shape, "memswap: an encode on ", streams_->device(),
-                    " waits for no sample, so it is told a shape; found None");
+                    " waits for no sample, so it is told a layout; found None");
   const memswap_codec* codec = codec_of(streams_->device().type());
   if (codec == nullptr) {
     return refuse("no codec is known for " + streams_->device().str());

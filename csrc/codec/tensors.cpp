@@ -96,7 +96,7 @@ at::Tensor aligned(const at::Tensor& frame) {
   return new_bytes(frame.nbytes(), frame.device()).copy_(frame);
 }
 
-// The blocks of a device's tensor that a shape is chosen by, in host memory.
+// The blocks of a device's tensor that a layout is chosen by, in host memory.
 at::Tensor sampled_blocks(const at::Tensor& input, uint64_t elements, uint32_t width) {
   const at::Tensor bytes = input.view({-1}).view(at::kByte);
   const int64_t count = memswap_sample_count(elements);
@@ -132,7 +132,7 @@ static const memswap_codec& codec_to_encode(const at::Tensor& self) {
   return codec;
 }
 
-uint8_t choose_shape(const at::Tensor& self, int64_t dtype) {
+uint8_t choose_layout(const at::Tensor& self, int64_t dtype) {
   (void)codec_to_encode(self);
   checked_layout(dtype, static_cast<int64_t>(frame::Shape::kRaw), 0);
   const auto code = static_cast<uint8_t>(dtype);

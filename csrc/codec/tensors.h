@@ -19,11 +19,11 @@ struct DamagedFrameError : std::runtime_error {
 // Bytes for a frame in host memory, of any content.
 at::Tensor new_host_frame(size_t nbytes);
 
-// The shape in which `self`, read in the order of its elements, takes the fewest bytes as an array
+// The layout in which `self`, read in the order of its elements, takes the fewest bytes as an array
 // of frame dtype `dtype`, by a sample of its blocks ([Note: sampled shapes] in memswap/sample.h).
 // On a device other than the CPU this waits for the sample. Throws std::invalid_argument where no
 // such frame is possible.
-uint8_t choose_shape(const at::Tensor& self, int64_t dtype);
+uint8_t choose_layout(const at::Tensor& self, int64_t dtype);
 
 // A frame with room for the worst case, as a tensor of bytes on self's device. `self` is read in
 // the order of its elements. Enqueues and returns; on a CPU, where torch's threads do the work, the

@@ -71,7 +71,7 @@ class Encode final : public WorkTicket {
     const void* const bytes = storage_->storage.data();
     const memswap_launch here = launch_here();
     if (!options_.shape) {
-      choose_shape(bytes, here);
+      choose_layout(bytes, here);
     }
     memswap_encode_job job = encode_job(plan_, options_);
     job.input = bytes;
@@ -93,12 +93,12 @@ class Encode final : public WorkTicket {
   }
 
   // The plan had room for any.
-  void choose_shape(const void* bytes, const memswap_launch& here) {
+  void choose_layout(const void* bytes, const memswap_launch& here) {
     options_.shape = memswap_choose_shape(bytes, plan_.layout.elements, options_.dtype, &here);
     std::string refusal;
     const auto plan = plan_frame(options_, bytes, frame_->raw_nbytes, refusal);
     if (!plan || plan->frame_bytes() > block_->nbytes()) {
-      throw TransferError("cannot encode " + of_bytes(frame_->raw_nbytes) + " in shape " +
+      throw TransferError("cannot encode " + of_bytes(frame_->raw_nbytes) + " in layout " +
                           std::to_string(*options_.shape) + ": " + refusal);
     }
     plan_ = *plan;

@@ -778,13 +778,13 @@ def numa_nodes(root: str = "/") -> int: ...
 def numa_node_of_pci(address: str, root: str = "/") -> int | None: ...
 
 # ---------------------------------------------------------- codec: csrc/codec/, csrc/bind/codec.cpp
-# dtype, shape and mode are the codes of docs/format.md sections 2 and 3 (memswap.codec has names
+# dtype, layout and mode are the codes of docs/format.md sections 2 and 3 (memswap.codec has names
 # for them); a unit is 8 bytes.
 
-#: dtype, shape (None: by a sample, in host memory), var_capacity in units (None: the worst case)
+#: dtype, layout (None: by a sample, in host memory), var_capacity in units (None: the worst case)
 FrameOptions: TypeAlias = tuple[int, int | None, int | None]
 
-class FrameLayout:
+class FrameSizes:
     """Sizes of a frame, known before anything is encoded."""
 
     elements: int
@@ -793,7 +793,7 @@ class FrameLayout:
     max_var_units: int  # with so much var every encode fits
     max_nbytes: int  # fixed_nbytes + 8 * max_var_units
 
-def frame_layout(dtype: int, shape: int, elements: int) -> FrameLayout: ...  # ValueError: no such
+def frame_sizes(dtype: int, layout: int, elements: int) -> FrameSizes: ...  # ValueError: no such
 
 class FrameReport:
     """What the encoder found."""
@@ -801,7 +801,7 @@ class FrameReport:
     elements: int
     blocks: int
     dtype: int
-    shape: int
+    layout: int
     frame_nbytes: int  # fixed part, var_used and overflow_used
     var_capacity: int  # units
     var_used: int  # units
@@ -899,15 +899,17 @@ def codec_faults(device: torch.device) -> list[str]: ...
 class DamagedFrameError(RuntimeError): ...
 
 def dtype_code(dtype: torch.dtype) -> int: ...
-def encode_tensor(tensor: torch.Tensor, dtype: int, shape: int, checksum: bool) -> torch.Tensor: ...
-def choose_shape(tensor: torch.Tensor, dtype: int) -> int: ...  # waits for a device
+def encode_tensor(
+    tensor: torch.Tensor, dtype: int, layout: int, checksum: bool
+) -> torch.Tensor: ...
+def choose_layout(tensor: torch.Tensor, dtype: int) -> int: ...  # waits for a device
 def exact_frame(frame: torch.Tensor) -> torch.Tensor: ...
 def decode_tensor(
     frame: torch.Tensor,
     size: list[int],
     dtype: torch.dtype,
     check_decode: bool,  # which waits
-    shape: int | None,
+    layout: int | None,
     /,
 ) -> torch.Tensor: ...
 def portable_frame(frame: torch.Tensor) -> torch.Tensor: ...

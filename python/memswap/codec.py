@@ -27,8 +27,8 @@ from memswap.errors import FrameError
 
 __all__ = [
     "Frame",
-    "Shape",
-    "ShapeName",
+    "Layout",
+    "LayoutName",
     "decode",
     "dtype_code",
     "encode",
@@ -36,10 +36,10 @@ __all__ = [
     "trim_spare_memory",
 ]
 
-ShapeName: TypeAlias = Literal["dense", "sparse", "bits", "ints", "raw", "upcast"]
+LayoutName: TypeAlias = Literal["dense", "sparse", "bits", "ints", "raw", "upcast"]
 
 
-class Shape(enum.IntEnum):
+class Layout(enum.IntEnum):
     """How a frame lays its elements out (docs/format.md section 3)."""
 
     DENSE = 0
@@ -94,7 +94,7 @@ class Frame:
         size: torch.Size,
         stride: tuple[int, ...],
         dtype: torch.dtype,
-        layout: Shape | None = None,
+        layout: Layout | None = None,
     ) -> None:
         self._bytes = frame_bytes
         self._layout = layout  # None: its header knows; a decode there may take another launch
@@ -206,35 +206,35 @@ class Frame:
 
 
 def encode(
-    tensor: torch.Tensor, *, shape: ShapeName | None = None, checksum: bool = False
+    tensor: torch.Tensor, *, layout: LayoutName | None = None, checksum: bool = False
 ) -> Frame:
     """Encode a tensor losslessly.
 
     Args:
         tensor: any dense tensor of torch's own, on the CPU or on a device with a codec. It is not
             changed, and autograd does not see this.
-        shape: how the frame lays its elements out (:class:`Shape`). None: in the way that takes
-            the fewest bytes, which a sample of the tensor's blocks of 1024 elements tells. A shape
+        layout: how the frame lays its elements out (:class:`Layout`). None: in the way that takes
+            the fewest bytes, which a sample of the tensor's blocks of 1024 elements tells. A layout
             that does not suit the values costs bytes, never bits.
         checksum: store a checksum of each 8192 elements, which :func:`decode` compares.
 
     Returns:
         A frame on the tensor's device. On an accelerator this waits until the encode is done, to
-        give back the memory that it did not need, and before it, with ``shape=None``, for the
+        give back the memory that it did not need, and before it, with ``layout=None``, for the
         sample.
 
     Raises:
         TypeError: a tensor without plain memory of its own (sparse, quantized, meta, a subclass).
-        ValueError: a shape that does not go with the dtype, or a device without a codec.
+        ValueError: a layout that does not go with the dtype, or a device without a codec.
     """
     _check_plain(tensor)
-    named = None if shape is None else _shape_named(shape)
+    named = None if layout is None else _layout_named(layout)
     code = native.dtype_code(tensor.dtype)
     with torch.no_grad():
         flat, stride = _memory_order(tensor.resolve_conj().resolve_neg())
         if flat.is_complex():
             flat = torch.view_as_real(flat).view(-1)
-        chosen = Shape(native.choose_shape(flat, code)) if named is None else named
+        chosen = Layout(native.choose_layout(flat, code)) if named is None else named
         frame_bytes = native.encode_tensor(flat, code, int(chosen), checksum)
         return Frame(native.exact_frame(frame_bytes), tensor.shape, stride, tensor.dtype, chosen)
 
@@ -287,12 +287,12 @@ def _check_plain(tensor: torch.Tensor) -> None:
         )
 
 
-def _shape_named(name: str) -> Shape:
+def _layout_named(name: str) -> Layout:
     try:
-        return Shape[name.upper()]
+        return Layout[name.upper()]
     except (KeyError, AttributeError):
-        known = ", ".join(repr(shape.name.lower()) for shape in Shape)
-        raise ValueError(f"shape={name!r}: expected one of {known} or None") from None
+        known = ", ".join(repr(layout.name.lower()) for layout in Layout)
+        raise ValueError(f"layout={name!r}: expected one of {known} or None") from None
 
 
 def _memory_order(tensor: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...]]:
@@ -341,7 +341,7 @@ def _frame_nbytes(view: memoryview) -> int:
             f"found {len(view)} bytes, expected at least the {_HEADER_NBYTES} of a header: the "
             f"frame is cut short; {again}"
         )
-    _, _, dtype, shape, flags, status, elements, _, _, capacity, used, overflow = (
+    _, _, dtype, layout, flags, status, elements, _, _, capacity, used, overflow = (
         _HEADER.unpack_from(view)
     )
     if status != 0 or overflow != 0 or used > capacity or flags > 3:
@@ -350,15 +350,15 @@ def _frame_nbytes(view: memoryview) -> int:
             f"{flags}: the frame is damaged or was not written by Frame.to_bytes; {again}"
         )
     try:
-        layout = native.frame_layout(dtype, shape, elements)
+        sizes = native.frame_sizes(dtype, layout, elements)
     except ValueError as error:
         raise FrameError(f"{error}: the header is damaged; {again}") from None
-    if capacity > layout.max_var_units:
+    if capacity > sizes.max_var_units:
         raise FrameError(
-            f"found room for {capacity} units of payload, expected at most {layout.max_var_units} "
+            f"found room for {capacity} units of payload, expected at most {sizes.max_var_units} "
             f"for {elements} elements: the header is damaged; {again}"
         )
-    nbytes: int = layout.fixed_nbytes + 8 * capacity
+    nbytes: int = sizes.fixed_nbytes + 8 * capacity
     if len(view) < nbytes:
         raise FrameError(
             f"found {len(view)} bytes, expected {nbytes} and a trailer: the frame is cut short; "

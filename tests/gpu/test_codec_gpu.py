@@ -127,12 +127,12 @@ def kernels_of(work: Callable[[], object]) -> list[str]:
 
 
 def test_the_operators_decode_of_a_named_shape_is_one_launch(device: torch.device) -> None:
-    dtype, shape = codec.dtype_code(torch.bfloat16), codec.Shape.DENSE.value
+    dtype, layout = codec.dtype_code(torch.bfloat16), codec.Layout.DENSE.value
     x = some_tensor(torch.bfloat16, 100_000, "normal").to(device)
-    frame = torch.ops.memswap.encode(x, dtype, shape)
-    named = kernels_of(lambda: torch.ops.memswap.decode(frame, x.shape, x.dtype, shape))
+    frame = torch.ops.memswap.encode(x, dtype, layout)
+    named = kernels_of(lambda: torch.ops.memswap.decode(frame, x.shape, x.dtype, layout))
     unknown = kernels_of(lambda: torch.ops.memswap.decode(frame, x.shape, x.dtype))
-    encodes = kernels_of(lambda: torch.ops.memswap.encode(x, dtype, shape))
+    encodes = kernels_of(lambda: torch.ops.memswap.encode(x, dtype, layout))
     assert len(named) == 1 and len(unknown) == 2 and len(encodes) == 2, (named, unknown, encodes)
 
 
@@ -142,14 +142,14 @@ def test_operators_in_a_graph_that_is_replayed_code_what_is_there_then(
     dtype = codec.dtype_code(torch.bfloat16)
     x = some_tensor(torch.bfloat16, 100_000, "sparse").to(device)
 
-    def there_and_back(shape: int) -> torch.Tensor:
-        frame = torch.ops.memswap.encode(x, dtype, shape)
-        return torch.ops.memswap.decode(frame, x.shape, x.dtype, shape)
+    def there_and_back(layout: int) -> torch.Tensor:
+        frame = torch.ops.memswap.encode(x, dtype, layout)
+        return torch.ops.memswap.decode(frame, x.shape, x.dtype, layout)
 
     there_and_back(0)  # the codec's self-check waits, which no capture allows
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        found = [there_and_back(shape) for shape in (0, 1)]
+        found = [there_and_back(layout) for layout in (0, 1)]
     for seed in range(3):
         torch.manual_seed(seed)
         x.copy_(torch.randn(100_000).relu())

@@ -30,7 +30,7 @@ FLOATS = {
     torch.float8_e5m2: "e5m2",
 }
 RAW = {torch.uint8: 8, torch.bfloat16: 16, torch.float32: 32, torch.float64: 64}
-#: (dtype, shape, kernel that encodes, kernel that decodes)
+#: (dtype, layout, kernel that encodes, kernel that decodes)
 FORMATS = [
     *((t, "dense", f"encode_dense_{n}", f"decode_{n}") for t, n in FLOATS.items()),
     *((t, "sparse", f"encode_sparse_{n}", f"decode_{n}") for t, n in FLOATS.items()),
@@ -48,18 +48,18 @@ FORMATS = [
 ELEMENTS = 8192 + 300  # two tiles
 
 
-def sample(dtype: torch.dtype, shape: str) -> torch.Tensor:
-    """What the shape is for, on the host."""
+def sample(dtype: torch.dtype, layout: str) -> torch.Tensor:
+    """What the layout is for, on the host."""
     generator = torch.Generator().manual_seed(3)
-    if shape == "bits":
+    if layout == "bits":
         return torch.rand(ELEMENTS, generator=generator) < 0.3
-    if shape == "ints":
+    if layout == "ints":
         low, high = (-100, 100) if dtype.is_signed else (0, 200)
         return torch.randint(low, high, (ELEMENTS,), generator=generator).to(dtype)
     values = 20 * torch.randn(ELEMENTS, generator=generator)
-    if shape == "sparse":
+    if layout == "sparse":
         values = values.relu()
-    if shape == "upcast":
+    if layout == "upcast":
         values = values.bfloat16()
     return values.to(dtype)
 
@@ -69,12 +69,14 @@ def grown(before: dict[str, int]) -> set[str]:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "shape", "encoder", "decoder"),
+    ("dtype", "layout", "encoder", "decoder"),
     FORMATS,
     ids=[f[2].removeprefix("encode_") for f in FORMATS],
 )
-def test_every_kernel_encodes_and_decodes_on_streams_beside(device, dtype, shape, encoder, decoder):
-    host = sample(dtype, shape)
+def test_every_kernel_encodes_and_decodes_on_streams_beside(
+    device, dtype, layout, encoder, decoder
+):
+    host = sample(dtype, layout)
     assert native.codec_faults(device) == []  # the self-check launches kernels, too
     makes, encodes, decodes = (torch.Stream(device=device) for _ in range(3))
     before = kernel_launches()
@@ -83,13 +85,13 @@ def test_every_kernel_encodes_and_decodes_on_streams_beside(device, dtype, shape
         tensor.copy_(host.pin_memory(), non_blocking=True)
     encodes.wait_stream(makes)
     with encodes:
-        frame = memswap.encode(tensor, shape=shape, checksum=True)
+        frame = memswap.encode(tensor, layout=layout, checksum=True)
     decodes.wait_stream(encodes)
     with decodes:
         back = memswap.decode(frame)
     torch.accelerator.current_stream().wait_stream(decodes)
     assert same_bits(back, host)
-    placed = set() if shape == "raw" else {"place_tiles"}  # what is raw has no payloads
+    placed = set() if layout == "raw" else {"place_tiles"}  # what is raw has no payloads
     assert grown(before) == {"begin_frame", encoder, decoder} | placed
     on_host = memswap.Frame.from_bytes(frame.to_bytes())
     assert same_bits(memswap.decode(on_host), host), "the CPU does not read the NPU's frame"
@@ -204,7 +206,7 @@ with lost_launches("KERNEL"):
         print("refused:", error)
     try:
         broken = torch.ones(3000, dtype=BROKEN).to(device)
-        memswap.encode(broken, shape="SHAPE")
+        memswap.encode(broken, layout="LAYOUT")
         print("encoded")
     except RuntimeError as error:
         print("refused:", error)
@@ -219,7 +221,7 @@ print("left:", saved.stats().moved_storages)
 @pytest.mark.own_laboratory
 def test_the_first_use_checks_every_encoder_once(run_apart):
     program = FIRST_USE.replace("KERNEL", "").replace("BROKEN", "torch.int16")
-    done = run_apart(program.replace("SHAPE", "raw"), TASK_QUEUE_ENABLE="1")
+    done = run_apart(program.replace("LAYOUT", "raw"), TASK_QUEUE_ENABLE="1")
     assert "same: True" in done.stdout, done.stdout + done.stderr[-3000:]
     first, second = (
         int(line.split(":")[1])
@@ -232,18 +234,18 @@ def test_the_first_use_checks_every_encoder_once(run_apart):
 
 @pytest.mark.own_laboratory
 @pytest.mark.parametrize(
-    ("kernel", "dtype", "shape"),
+    ("kernel", "dtype", "layout"),
     [("encode_sparse_fp64", "float64", "sparse"), ("decode_other16", "int16", "raw")],
 )
 def test_a_kernel_that_does_nothing_is_found_and_the_others_are_used(
-    run_apart, kernel, dtype, shape
+    run_apart, kernel, dtype, layout
 ):
     program = FIRST_USE.replace("KERNEL", kernel).replace("BROKEN", f"torch.{dtype}")
-    done = run_apart(program.replace("SHAPE", shape), TASK_QUEUE_ENABLE="1")
+    done = run_apart(program.replace("LAYOUT", layout), TASK_QUEUE_ENABLE="1")
     said = done.stdout + done.stderr[-3000:]
     assert "same: True" in done.stdout, said
     assert (
         "refused: memswap: codec 'ascend' failed its self-check on npu:0 for "
-        f"{dtype} {shape}: " in done.stdout
+        f"{dtype} {layout}: " in done.stdout
     ), said
     assert "left: 0" not in done.stdout, "float32 did not leave, though its kernels work: " + said

@@ -198,7 +198,7 @@ def header_read_late(machine: Machine) -> list[torch.Tensor]:
 
 def encoded_nbytes() -> int:
     """Bytes of a frame with room for the worst case."""
-    return int(native.frame_layout(BF16, DENSE, ELEMENTS).max_nbytes)
+    return int(native.frame_sizes(BF16, DENSE, ELEMENTS).max_nbytes)
 
 
 def reports_read(machine: Machine) -> list[torch.Tensor]:

@@ -66,7 +66,7 @@ def test_an_encode_without_room_in_the_arena_is_refused_and_nothing_starts() -> 
 
 def test_credits_cover_a_tile_that_leaves_nearly_all_of_var_unused() -> None:
     tensor = noise(1)
-    layout = native.frame_layout(BF16, DENSE, ELEMENTS)
+    layout = native.frame_sizes(BF16, DENSE, ELEMENTS)
     tile = 8 * layout.max_var_units // layout.blocks
     # Every whole tile of noise is that long, so none fits.
     room = 128 + 8 * (layout.max_var_units + tile)
@@ -84,7 +84,7 @@ def test_credits_cover_a_tile_that_leaves_nearly_all_of_var_unused() -> None:
 
 def overflowed_nothing(machine: Machine) -> tuple[Any, Any]:
     """A frame that might have overflowed and, as the host knows by now, has not."""
-    capacity = native.frame_layout(BF16, DENSE, ELEMENTS).max_var_units - 8  # never needed
+    capacity = native.frame_sizes(BF16, DENSE, ELEMENTS).max_var_units - 8  # never needed
     view, encoded, departure = machine.encode(values(0).to(DEVICE), var_capacity=capacity)
     departure.wait()
     torch.accelerator.synchronize()
@@ -130,7 +130,7 @@ def test_a_frame_that_overflowed_nothing_keeps_no_memory_of_the_arena() -> None:
 def test_credits_come_back_when_the_host_learns_what_was_used() -> None:
     machine = Machine(arena_budget=64 << 10, arena_chunk=64 << 10)
     tensor = values(0).to(DEVICE)
-    capacity = native.frame_layout(BF16, DENSE, ELEMENTS).max_var_units - 8  # never needed
+    capacity = native.frame_sizes(BF16, DENSE, ELEMENTS).max_var_units - 8  # never needed
     for _ in range(20):  # each sets a tile aside; together they would not fit
         _, encoded, departure = machine.encode(tensor, var_capacity=capacity)
         departure.wait()
@@ -145,7 +145,7 @@ def test_credits_come_back_when_the_host_learns_what_was_used() -> None:
 @pytest.mark.parametrize("swap", [False, True])
 def test_a_host_without_credit_waits_for_the_oldest_encode_if_a_room_was_set(swap: bool) -> None:
     """Whatever is encoded, overflows take the bytes that a plan has for them, and no more."""
-    layout = native.frame_layout(BF16, DENSE, ELEMENTS)
+    layout = native.frame_sizes(BF16, DENSE, ELEMENTS)
     capacity = layout.max_var_units - 8  # never needed
     tile = 8 * layout.max_var_units // layout.blocks  # one may leave its room in var unused
     most = layout.max_var_units - capacity + tile

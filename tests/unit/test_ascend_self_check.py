@@ -102,14 +102,14 @@ def test_what_works_is_encoded_and_what_does_not_stays_or_is_swapped_and_is_told
                       stats.encoded_storages > 0, "moved", stats.moved_storages > 0, "stayed",
                       "codec failed its check" in stats.kept, "told",
                       sum("is not encoded" in message for message in told))
-        for shape in ("dense", "sparse"):
+        for layout in ("dense", "sparse"):
             for dtype in (torch.float64, torch.bfloat16):
                 try:
                     tensor = torch.randn(5000, dtype=dtype).relu().to(device)
-                    back = memswap.decode(memswap.encode(tensor, shape=shape))
-                    print(dtype, shape, torch.equal(back.cpu(), tensor.cpu()))
+                    back = memswap.decode(memswap.encode(tensor, layout=layout))
+                    print(dtype, layout, torch.equal(back.cpu(), tensor.cpu()))
                 except RuntimeError as error:
-                    print(dtype, shape, "refused:", error)
+                    print(dtype, layout, "refused:", error)
         """,
     )
     lines = said.splitlines()
@@ -119,9 +119,9 @@ def test_what_works_is_encoded_and_what_does_not_stays_or_is_swapped_and_is_told
         "torch.float32 ENCODE same True encoded True moved True stayed False told 0",
         "torch.float32 ENCODE_SWAP same True encoded True moved True stayed False told 0",
     ], said
-    for line, shape in ((lines[4], "dense"), (lines[6], "sparse")):
-        assert line.startswith(f"torch.float64 {shape} refused: memswap: codec"), said
-        assert f"for float64 {shape}: what it encoded and decoded is not" in line, said
+    for line, layout in ((lines[4], "dense"), (lines[6], "sparse")):
+        assert line.startswith(f"torch.float64 {layout} refused: memswap: codec"), said
+        assert f"for float64 {layout}: what it encoded and decoded is not" in line, said
     assert lines[5] == "torch.bfloat16 dense True" and lines[7] == "torch.bfloat16 sparse True", (
         said
     )
@@ -132,11 +132,11 @@ def test_info_says_what_failed() -> None:
     assert "failed its self-check on" in said and "for float64 dense, float64 sparse" in said, said
 
 
-# A frame of shape sparse that its encoder spoils: dense ones are right.
+# A frame of layout sparse that its encoder spoils: dense ones are right.
 ENCODES_SPARSE_WRONG = """
 def flip(jobs):
-    shape = ctypes.cast(jobs + 17, ctypes.POINTER(ctypes.c_uint8))[0]
-    if shape == 1:
+    layout = ctypes.cast(jobs + 17, ctypes.POINTER(ctypes.c_uint8))[0]
+    if layout == 1:
         ctypes.cast(pointer(jobs, 24) + 5000, ctypes.POINTER(ctypes.c_uint8))[0] ^= 4
 def wrong(table): replace(table, "encode", flip)
 """
@@ -216,7 +216,7 @@ def wrong(table): replace(table, "decode", note)
 """
 
 
-def test_the_decode_operator_names_the_shape_to_the_codec() -> None:
+def test_the_decode_operator_names_the_layout_to_the_codec() -> None:
     """Which makes one launch of it (tests/cuda_emulator counts them)."""
     said = run(
         HINTS,
@@ -225,8 +225,8 @@ def test_the_decode_operator_names_the_shape_to_the_codec() -> None:
         frame = torch.ops.memswap.encode(x, 1, 1)
         torch.accelerator.synchronize()
         hints.clear()
-        for shape in ((1,), ()):
-            back = torch.ops.memswap.decode(frame, x.shape, x.dtype, *shape)
+        for layout in ((1,), ()):
+            back = torch.ops.memswap.decode(frame, x.shape, x.dtype, *layout)
             assert torch.equal(back.cpu(), x.cpu())
         print("hints:", hints)
         """,

@@ -66,7 +66,7 @@ def of_bytes(data: bytes, dtype: torch.dtype) -> torch.Tensor:
     return raw.view(dtype)
 
 
-def shapes_for(dtype: torch.dtype) -> list[str]:
+def layouts_for(dtype: torch.dtype) -> list[str]:
     code = codec.dtype_code(dtype)
     names = ["ints", "raw"]
     names += ["dense", "sparse"] if code <= 6 else []
@@ -90,8 +90,8 @@ def test_every_bit_pattern_of_every_dtype_comes_back(dtype: torch.dtype, data: A
     nbytes = elements * dtype.itemsize
     seed = data.draw(st.binary(min_size=1, max_size=256))
     tensor = of_bytes((seed * (nbytes // len(seed) + 1))[:nbytes], dtype)
-    shape = data.draw(st.sampled_from([None, *shapes_for(dtype)]))
-    frame = memswap.encode(tensor, shape=shape, checksum=data.draw(st.booleans()))
+    layout = data.draw(st.sampled_from([None, *layouts_for(dtype)]))
+    frame = memswap.encode(tensor, layout=layout, checksum=data.draw(st.booleans()))
     assert same_bits(memswap.decode(frame), tensor)
     again = memswap.Frame.from_bytes(frame.to_bytes())
     assert same_bits(memswap.decode(again), tensor)
@@ -102,8 +102,8 @@ def test_random_bits_of_several_tiles_come_back(dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(1)
     data = torch.randint(0, 256, (20_000 * dtype.itemsize,), dtype=torch.uint8, generator=generator)
     tensor = of_bytes(bytes(data.tolist()), dtype)
-    for shape in [None, *shapes_for(dtype)]:
-        assert same_bits(memswap.decode(memswap.encode(tensor, shape=shape)), tensor), shape
+    for layout in [None, *layouts_for(dtype)]:
+        assert same_bits(memswap.decode(memswap.encode(tensor, layout=layout)), tensor), layout
 
 
 def layouts() -> list[Any]:
@@ -181,12 +181,12 @@ def test_masks_and_zeros_and_constants_are_small() -> None:
     causal = torch.ones(1024, 1024, dtype=torch.bool).tril()
     assert memswap.encode(causal).ratio > 20
     zeros = torch.zeros(1 << 20, dtype=torch.bfloat16)
-    assert memswap.encode(zeros, shape="sparse").ratio > 50
+    assert memswap.encode(zeros, layout="sparse").ratio > 50
     assert memswap.encode(zeros).ratio > 150
     attention = torch.randn(1024, 1024).tril().bfloat16()
     assert memswap.encode(attention).ratio > 2.8
     relu = torch.relu(torch.randn(1 << 20)).bfloat16()
-    assert memswap.encode(relu).ratio > 1.5 * memswap.encode(relu, shape="dense").ratio
+    assert memswap.encode(relu).ratio > 1.5 * memswap.encode(relu, layout="dense").ratio
     ids = torch.randint(0, 50_000, (1 << 16,))
     assert memswap.encode(ids).ratio > 3.7
     upcast = torch.randn(1 << 18).bfloat16().float()
@@ -195,8 +195,8 @@ def test_masks_and_zeros_and_constants_are_small() -> None:
 
 def test_the_worst_case_is_close_to_the_raw_bytes() -> None:
     noise = torch.randint(0, 256, (1 << 20,), dtype=torch.uint8).view(torch.bfloat16)
-    for shape in (None, "sparse", "ints", "raw"):
-        assert memswap.encode(noise, shape=shape).ratio > 0.996  # type: ignore[arg-type]
+    for layout in (None, "sparse", "ints", "raw"):
+        assert memswap.encode(noise, layout=layout).ratio > 0.996  # type: ignore[arg-type]
 
 
 def test_a_frame_holds_exactly_its_own_memory() -> None:
@@ -211,7 +211,7 @@ def test_a_frame_holds_exactly_its_own_memory() -> None:
 
 
 def test_spare_memory_is_bounded_and_what_does_not_fit_works_all_the_same() -> None:
-    frames = [memswap.encode(torch.zeros(64 << 20, dtype=torch.uint8), shape="raw")]
+    frames = [memswap.encode(torch.zeros(64 << 20, dtype=torch.uint8), layout="raw")]
     budget = 1 << 30
     assert int(memswap.codec.spare_memory()["reserved_bytes"]) <= budget
     assert not memswap.decode(frames[0]).any()
@@ -242,9 +242,9 @@ def test_fake_tensors_are_a_type_error() -> None:
 
 def test_a_shape_that_is_none_or_does_not_fit_is_a_value_error() -> None:
     with pytest.raises(ValueError, match="expected one of 'dense'"):
-        memswap.encode(torch.ones(3), shape="thick")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="dtype 14 and shape 0"):
-        memswap.encode(torch.ones(3, dtype=torch.int64), shape="dense")
+        memswap.encode(torch.ones(3), layout="thick")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="dtype 14 and layout 0"):
+        memswap.encode(torch.ones(3, dtype=torch.int64), layout="dense")
 
 
 # ---------------------------------------------------------------- broken frames
@@ -260,7 +260,7 @@ def patched(data: bytes, offset: int, patch: bytes) -> bytes:
         (4, b"\x02\x00", "version 2, expected 1: install a newer memswap"),
         (4, b"\x00\x00", "version 0, expected 1"),
         (6, b"\x63", "no frame has dtype 99"),
-        (7, b"\x02", "no frame has dtype 1 and shape 2"),
+        (7, b"\x02", "no frame has dtype 1 and layout 2"),
         (12, b"\x01", "status 1"),
         (16, struct.pack("<Q", 1 << 63), "damaged"),
         (16, struct.pack("<Q", 5), "damaged"),

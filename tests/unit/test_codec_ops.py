@@ -21,7 +21,7 @@ BF16 = codec.dtype_code(torch.bfloat16)
 
 
 def round_trip(x: torch.Tensor) -> torch.Tensor:
-    return decode(encode(x, BF16, codec.Shape.DENSE.value), x.shape, x.dtype)
+    return decode(encode(x, BF16, codec.Layout.DENSE.value), x.shape, x.dtype)
 
 
 @pytest.mark.parametrize("elements", [0, 1, 1024, 8193, 100_000])
@@ -29,12 +29,12 @@ def round_trip(x: torch.Tensor) -> torch.Tensor:
 def test_a_round_trip_keeps_every_bit(elements: int, checksum: bool) -> None:
     x = torch.randn(elements).bfloat16()
     frame = encode(x, BF16, 0, checksum)
-    assert frame.numel() == native.frame_layout(BF16, 0, elements).max_nbytes
+    assert frame.numel() == native.frame_sizes(BF16, 0, elements).max_nbytes
     assert torch.equal(decode(frame, [elements], x.dtype).view(torch.int16), x.view(torch.int16))
 
 
 @pytest.mark.parametrize(
-    ("tensor", "dtype", "shape"),
+    ("tensor", "dtype", "layout"),
     [
         (torch.randn(3, 700).bfloat16(), BF16, 0),
         (torch.randn(3, 700), 3, 0),
@@ -44,10 +44,10 @@ def test_a_round_trip_keeps_every_bit(elements: int, checksum: bool) -> None:
         (torch.randn(40, 50).t(), 3, 0),
     ],
 )
-def test_opcheck(tensor: torch.Tensor, dtype: int, shape: int) -> None:
-    torch.library.opcheck(encode, (tensor, dtype, shape))
-    torch.library.opcheck(encode, (tensor, dtype, shape, True))
-    frame = encode(tensor, dtype, shape)
+def test_opcheck(tensor: torch.Tensor, dtype: int, layout: int) -> None:
+    torch.library.opcheck(encode, (tensor, dtype, layout))
+    torch.library.opcheck(encode, (tensor, dtype, layout, True))
+    frame = encode(tensor, dtype, layout)
     torch.library.opcheck(decode, (frame, list(tensor.shape), tensor.dtype))
 
 
@@ -56,9 +56,9 @@ def test_decode_takes_the_shape_that_encode_was_given() -> None:
     frame = encode(x, BF16, 1)
     assert torch.equal(decode(frame, x.shape, x.dtype, 1), x)
     torch.library.opcheck(decode, (frame, list(x.shape), x.dtype, 1))
-    for shape in (-1, 6, 300):
-        with pytest.raises(ValueError, match=f"no frame has shape {shape}"):
-            decode(frame, x.shape, x.dtype, shape)
+    for layout in (-1, 6, 300):
+        with pytest.raises(ValueError, match=f"no frame has layout {layout}"):
+            decode(frame, x.shape, x.dtype, layout)
 
 
 def test_under_fake_tensors_and_meta_the_sizes_are_known() -> None:
@@ -91,7 +91,7 @@ def test_a_frame_that_lost_its_alignment_decodes() -> None:
 def test_wrong_arguments_are_value_errors_and_damage_is_a_runtime_error() -> None:
     x = torch.randn(5000).bfloat16()
     frame = encode(x, BF16, 0)
-    with pytest.raises(ValueError, match="dtype 14 and shape 0"):
+    with pytest.raises(ValueError, match="dtype 14 and layout 0"):
         encode(x, 14, 0)
     with pytest.raises(ValueError, match="dtype 99"):
         encode(x, 99, 0)

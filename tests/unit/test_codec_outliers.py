@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import memswap
-from memswap.codec import ShapeName
+from memswap.codec import LayoutName
 
 pytestmark = pytest.mark.cpu_only
 
@@ -26,8 +26,8 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     return torch.equal(a.view(torch.uint8), b.view(torch.uint8))
 
 
-def ratio_of(tensor: torch.Tensor, shape: ShapeName | None = None) -> float:
-    frame = memswap.encode(tensor, shape=shape)
+def ratio_of(tensor: torch.Tensor, layout: LayoutName | None = None) -> float:
+    frame = memswap.encode(tensor, layout=layout)
     assert same_bits(memswap.decode(frame), tensor)
     return frame.ratio
 
@@ -124,7 +124,7 @@ def test_the_centre_is_the_one_of_the_specification(
     rotated = exponents << 8 | rest
     words = (rotated >> 1 | (rotated & 1) << 15)[:elements]
     tensor = words.to(torch.int32).to(torch.uint16).view(torch.bfloat16)
-    frame = memswap.encode(tensor, shape="dense")
+    frame = memswap.encode(tensor, layout="dense")
     assert same_bits(memswap.decode(frame), tensor)
     (center_sum,) = struct.unpack_from("<Q", frame.to_bytes(), 64)
     assert center_sum == centre_of(exponents.tolist())

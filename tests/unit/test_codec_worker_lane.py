@@ -184,7 +184,7 @@ def test_what_cannot_be_encoded_so_is_refused_in_words() -> None:
     assert machine.lane.encode(storage, (BF16, DENSE, None)) is None
     assert "no aligned array of elements of 2 bytes" in machine.lane.last_refusal
     assert machine.lane.encode(storage, (14, DENSE, None)) is None
-    assert "dtype 14 and shape 0" in machine.lane.last_refusal
+    assert "dtype 14 and layout 0" in machine.lane.last_refusal
 
 
 def test_an_encode_that_does_not_fit_gives_the_original_back() -> None:

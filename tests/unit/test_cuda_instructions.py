@@ -50,8 +50,8 @@ def test_compiled_kernels_write_the_cpus_frames_and_decode_them(
     for case in instructions.CASES:
         frame = instructions.execute(case, architecture).frame  # compares what was decoded
         tensor = torch.from_numpy(case.tensor()).view(dtypes[case.dtype])
-        shape = memswap.codec.Shape(case.shape).name.lower()
-        expected = memswap.encode(tensor, shape=shape)._bytes.numpy()  # type: ignore[arg-type]
+        layout = memswap.codec.Layout(case.shape).name.lower()
+        expected = memswap.encode(tensor, layout=layout)._bytes.numpy()  # type: ignore[arg-type]
         found = frame[: len(expected)].copy()
         found[UNLIKE] = expected[UNLIKE]
         assert np.array_equal(found, expected), f"{case.name}: not the CPU's frame"

@@ -24,7 +24,7 @@ import torch
 
 from memswap._native import native
 from memswap._warn import warn
-from memswap.codec import Shape
+from memswap.codec import Layout
 from memswap.engine.lane import open_codec_lane, open_lane
 from memswap.engine.pools import DiskPool, present_device
 from memswap.planning.rates import Rates
@@ -287,7 +287,7 @@ def measure_codec(device: torch.device, most: int) -> dict[str, float]:
     """
     code = native.dtype_code(torch.bfloat16)
     # One that failed its self-check for such tensors refuses them.
-    if native.codec_name(device) is None or native.codec_fault(device, code, Shape.DENSE):
+    if native.codec_name(device) is None or native.codec_fault(device, code, Layout.DENSE):
         return {"encode_bytes_per_s": 0.0, "decode_bytes_per_s": 0.0}
     generator = torch.Generator().manual_seed(0)
     tensor = torch.randn(most // 2, generator=generator).bfloat16().to(device)
@@ -300,7 +300,7 @@ def measure_codec(device: torch.device, most: int) -> dict[str, float]:
             made: list[Any] = []
 
             def encode(made: list[Any] = made) -> None:
-                made.append(lane.encode(storage, (code, Shape.DENSE, None)))
+                made.append(lane.encode(storage, (code, Layout.DENSE, None)))
                 made[0][1].wait()
 
             def decode(made: list[Any] = made) -> None:

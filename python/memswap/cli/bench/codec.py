@@ -20,7 +20,7 @@ from memswap.cli.bench.picture import draw
 from memswap.cli.bench.timing import median_rates, median_ratio, times_s
 from memswap.cli.model_options import check_device
 from memswap.cli.table import render_table
-from memswap.codec import Shape, ShapeName, dtype_code
+from memswap.codec import Layout, LayoutName, dtype_code
 
 MIB = 1 << 20
 UNIT_NBYTES = 8  # docs/format.md section 1
@@ -97,7 +97,7 @@ def repeated(tensor: torch.Tensor, nbytes: int) -> torch.Tensor:
     return flat.repeat(-(-elements // flat.numel()))[:elements].clone()
 
 
-def temporary_nbytes(tensor: torch.Tensor, shape: ShapeName | None) -> int:
+def temporary_nbytes(tensor: torch.Tensor, layout: LayoutName | None) -> int:
     """What ``memswap.encode`` takes for a while, beside the tensor and the frame that it returns.
 
     On a CPU that is what a frame of the worst case has more than the one that it is cut to; the
@@ -105,14 +105,14 @@ def temporary_nbytes(tensor: torch.Tensor, shape: ShapeName | None) -> int:
     saw.
     """
     if tensor.device.type == "cpu":
-        # The worst case of every shape is the same (docs/format.md section 3).
-        layout = native.frame_layout(dtype_code(tensor.dtype), Shape.RAW, tensor.numel())
-        worst = layout.fixed_nbytes + layout.max_var_units * UNIT_NBYTES
-        return int(worst - memswap.encode(tensor, shape=shape).nbytes)
+        # The worst case of every layout is the same (docs/format.md section 3).
+        sizes = native.frame_sizes(dtype_code(tensor.dtype), Layout.RAW, tensor.numel())
+        worst = sizes.fixed_nbytes + sizes.max_var_units * UNIT_NBYTES
+        return int(worst - memswap.encode(tensor, layout=layout).nbytes)
     module = torch.get_device_module(tensor.device)
     before = module.memory_allocated(tensor.device)
     module.reset_peak_memory_stats(tensor.device)
-    frame = memswap.encode(tensor, shape=shape)
+    frame = memswap.encode(tensor, layout=layout)
     module.synchronize(tensor.device)
     return int(module.max_memory_allocated(tensor.device) - before - frame.nbytes)
 
@@ -128,10 +128,10 @@ class Bench:
         self.peers, self.missing = find_peers(device, self.threads)
 
     def memswap(
-        self, name: str, tensor: torch.Tensor, shape: ShapeName | None = None
+        self, name: str, tensor: torch.Tensor, layout: LayoutName | None = None
     ) -> Measurement:
         """``memswap.encode`` and ``decode``, end to end: allocation and Python included."""
-        frame = memswap.encode(tensor, shape=shape)
+        frame = memswap.encode(tensor, layout=layout)
         back = memswap.decode(frame)
         if not torch.equal(back.view(torch.uint8), tensor.view(torch.uint8)):
             raise SystemExit(f"{name}: decode gave other bytes than were encoded; this is a bug")
@@ -139,7 +139,7 @@ class Bench:
         target = torch.empty_like(tensor)
         rates = median_rates(
             {
-                "encode": lambda: memswap.encode(tensor, shape=shape),
+                "encode": lambda: memswap.encode(tensor, layout=layout),
                 "decode": lambda: memswap.decode(frame),
                 "copy": lambda: target.copy_(tensor),
             },
@@ -155,23 +155,23 @@ class Bench:
             rates["encode"],
             rates["decode"],
             rates["copy"],
-            temporary_nbytes(tensor, shape),
+            temporary_nbytes(tensor, layout),
             self.threads,
         )
 
     def peer(
-        self, peer: Peer, name: str, tensor: torch.Tensor, shape: ShapeName | None = None
+        self, peer: Peer, name: str, tensor: torch.Tensor, layout: LayoutName | None = None
     ) -> Measurement:
         """One peer on the same bytes, and memswap between its rounds."""
         source = peer.prepare(tensor)
         coded = peer.encode(source)
         if peer.raw(peer.decode(coded)) != peer.raw(source):
             raise ValueError("decoding gave other bytes than were encoded")
-        frame = memswap.encode(tensor, shape=shape)
+        frame = memswap.encode(tensor, layout=layout)
         target = torch.empty_like(tensor)
         work: dict[str, Callable[[], object]] = {
             "encode": lambda: peer.encode(source),
-            "our encode": lambda: memswap.encode(tensor, shape=shape),
+            "our encode": lambda: memswap.encode(tensor, layout=layout),
             "decode": lambda: peer.decode(coded),
             "our decode": lambda: memswap.decode(frame),
             "copy": lambda: target.copy_(tensor),
@@ -199,8 +199,8 @@ class Bench:
             bound = entropy_bound(tensor)
             if bound is not None:
                 result.bounds[name] = bound
-            shape = shape_of(name, tensor)
-            result.kinds.append(self.memswap(name, tensor, shape))
+            layout = layout_of(name, tensor)
+            result.kinds.append(self.memswap(name, tensor, layout))
         largest = max(sizes_mib) * MIB // 2
         normal = torch.randn(largest, device=self.device, dtype=torch.float32).to(torch.bfloat16)
         bits = torch.randint(-(2**15), 2**15, (largest,), device=self.device, dtype=torch.int16)
@@ -220,20 +220,20 @@ class Bench:
             if name not in kinds:
                 continue
             tensor = kinds[name]
-            shape = shape_of(name, tensor)
-            result.peers.append(self.memswap(name, tensor, shape))
+            layout = layout_of(name, tensor)
+            result.peers.append(self.memswap(name, tensor, layout))
             for peer in self.peers:
                 self.show(f"{peer.name} on {name}")
                 try:
-                    result.peers.append(self.peer(peer, name, tensor, shape))
+                    result.peers.append(self.peer(peer, name, tensor, layout))
                 except Exception as error:  # somebody else's code: whatever it raises is a reason
                     reason = f"{peer.name} on {name}: {type(error).__name__}: {error}"
                     result.missing.append(reason)
         return result
 
 
-def shape_of(name: str, tensor: torch.Tensor) -> ShapeName | None:
-    """The shape that the engine would come to, from what it had learnt of this tensor before."""
+def layout_of(name: str, tensor: torch.Tensor) -> LayoutName | None:
+    """The layout that the engine would come to, from what it had learnt of this tensor before."""
     if "upcast" in name:
         return "upcast"
     zeros = float((tensor == 0).double().mean()) if tensor.is_floating_point() else 0.0

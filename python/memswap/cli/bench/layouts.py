@@ -31,9 +31,9 @@ INTEGERS = (
 DTYPES = (*FLOATS, *INTEGERS, torch.bool)
 
 
-def layouts_of(dtype: torch.dtype) -> list[codec.ShapeName]:
+def layouts_of(dtype: torch.dtype) -> list[codec.LayoutName]:
     """Every layout that frames of a dtype may have (docs/format.md section 3)."""
-    names: list[codec.ShapeName] = ["ints", "raw"]
+    names: list[codec.LayoutName] = ["ints", "raw"]
     names += ["dense", "sparse"] if dtype in FLOATS else []
     names += ["bits"] if dtype.itemsize == 1 else []
     names += ["upcast"] if dtype == torch.float32 else []
@@ -126,13 +126,13 @@ def kinds_of(dtype: torch.dtype) -> dict[str, Callable[[], torch.Tensor]]:
     return made
 
 
-def sizes_of(tensor: torch.Tensor) -> dict[codec.ShapeName, int]:
+def sizes_of(tensor: torch.Tensor) -> dict[codec.LayoutName, int]:
     """By layout, the bytes of the tensor's frame."""
-    return {name: codec.encode(tensor, shape=name).nbytes for name in layouts_of(tensor.dtype)}
+    return {name: codec.encode(tensor, layout=name).nbytes for name in layouts_of(tensor.dtype)}
 
 
-def chosen_for(tensor: torch.Tensor) -> codec.ShapeName:
+def chosen_for(tensor: torch.Tensor) -> codec.LayoutName:
     """The layout that :func:`memswap.encode` gives a tensor's frame."""
     code = native.dtype_code(tensor.dtype)
-    chosen = codec.Shape(native.choose_shape(tensor.flatten(), code)).name.lower()
+    chosen = codec.Layout(native.choose_layout(tensor.flatten(), code)).name.lower()
     return next(name for name in layouts_of(tensor.dtype) if name == chosen)

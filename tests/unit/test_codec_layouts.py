@@ -1,4 +1,4 @@
-"""memswap.encode picks the shape: nearly the shortest frame of all that could be had."""
+"""memswap.encode picks the layout: nearly the shortest frame of all that could be had."""
 
 from __future__ import annotations
 
@@ -85,9 +85,9 @@ def test_any_mixture_of_blocks_gets_a_frame_that_no_shape_beats_by_far(
     whole = torch.cat([part.view(dtype).view(-1).view(torch.uint8) for part in parts * period])
     tensor = torch.cat([whole, rows("normal", 1).view(-1)[:tail].view(torch.uint8)]).view(dtype)
     frame = memswap.encode(tensor)
-    sizes = {name: memswap.encode(tensor, shape=name).nbytes for name in layouts_of(dtype)}
+    sizes = {name: memswap.encode(tensor, layout=name).nbytes for name in layouts_of(dtype)}
     # Blocks at random tell a mixture's shares within what chance allows: 24 of them, so that a
-    # shape that is far shorter is never missed. A rare long block among short ones is seen too
+    # layout that is far shorter is never missed. A rare long block among short ones is seen too
     # often or never, which decides about a small share of the tensor.
     most = max(1.25 * min(sizes.values()), min(sizes.values()) + tensor.nbytes / 50)
     assert frame.nbytes <= most, f"{frame.nbytes} bytes, by force {sizes}"
@@ -109,9 +109,9 @@ def test_the_sample_of_a_large_tensor_takes_a_small_share_of_its_encode() -> Non
         code = codec.dtype_code(tensor.dtype)
         shares = []
         for _ in range(15):
-            sample = seconds(lambda: codec.native.choose_shape(tensor, code))
-            shares.append(sample / seconds(lambda: memswap.encode(tensor, shape="dense")))
+            sample = seconds(lambda: codec.native.choose_layout(tensor, code))
+            shares.append(sample / seconds(lambda: memswap.encode(tensor, layout="dense")))
     finally:
         torch.set_num_threads(threads)
     share = statistics.median(shares)
-    assert share < 0.06, f"choosing a shape took {share:.1%} of an encode"
+    assert share < 0.06, f"choosing a layout took {share:.1%} of an encode"
