@@ -21,7 +21,7 @@ from commit import commit
 from standalone import build_cpu_bench, build_cuda_bench
 
 #: Yardsticks for bf16, dense: GB/s of uncompressed bytes from 64 MB on, and half of it at 4 MB.
-YARDSTICKS = {"encode_gb_s": 1300, "decode_gb_s": 1800}
+YARDSTICKS = {"encode_gb_s": 1500, "decode_gb_s": 2000}
 COLUMNS = {
     "case": "{:<19}",
     "megabytes": "{:>10.0f}",
