@@ -26,7 +26,7 @@ inline uint8_t* append_row(uint8_t* out, const uint8_t* row, uint32_t bytes) {
 }
 
 // In steps, see [Note: blocks in flight]: rows are stored wherever they end and then loaded again,
-// which has to wait until they are in the cache.
+// which has to wait until they are in the cache. That holds of the escapes' own escapes as well.
 template <Dtype kDtype>
 class SparseEncoder {
   using Type = Float<kDtype>;
@@ -41,23 +41,27 @@ class SparseEncoder {
 
   void run() {
     const uint32_t blocks = (count_ + frame::kBlockElements - 1) / frame::kBlockElements;
-    for (uint32_t round = 0; round < blocks + 3; ++round) {
+    for (uint32_t round = 0; round < blocks + 4; ++round) {
       // Blocks before the first have numbers beyond the last: they wrap around.
       if (round < blocks) {
-        compress(elements_ + round * Type::kBlockBytes, blocks_[round % 4]);
+        compress(elements_ + round * Type::kBlockBytes, blocks_[round % 5]);
       }
       prefetch_quarter(round, 0);
       if (round - 1 < blocks) {
-        choose_center(blocks_[(round - 1) % 4]);
+        choose_center(blocks_[(round - 1) % 5]);
       }
       prefetch_quarter(round, 1);
       if (round - 2 < blocks) {
-        encode_codes(blocks_[(round - 2) % 4]);
-        list_signs(blocks_[(round - 2) % 4]);
+        encode_codes(blocks_[(round - 2) % 5]);
+        list_signs(blocks_[(round - 2) % 5]);
       }
       prefetch_quarter(round, 2);
       if (round - 3 < blocks) {
-        write(round - 3, blocks_[(round - 3) % 4]);
+        Block& block = blocks_[(round - 3) % 5];
+        split_escapes2(block.escapes, block.center, block.first.byte, block.deeper);
+      }
+      if (round - 4 < blocks) {
+        write(round - 4, blocks_[(round - 4) % 5]);
       }
       prefetch_quarter(round, 3);
     }
@@ -77,6 +81,8 @@ class SparseEncoder {
     Row codes;
     AlignedRow signs;  // of the zeros, a byte for each
     alignas(kRowAlignment) Escapes escapes;
+    Row first;  // S1 of the escapes
+    Escapes deeper;
 
     uint32_t vectors() const { return (live + kLanes - 1) / kLanes; }
   };
@@ -225,7 +231,8 @@ class SparseEncoder {
     const uint8_t* const limit =
         payload_ + (frame::max_payload_units(kDtype, Shape::kSparse) - 1) * frame::kUnitBytes;
     if (block.escapes.count != 0) {
-      end = encode_escapes2(block.escapes, block.center, end, limit, deeper_);
+      end = append_row(end, block.first.byte, bytes_of_bits(2 * block.escapes.count));
+      end = encode_nibbles(kLq2Nibbles, block.deeper, block.center, end, limit);
     }
     EncodedBlock& encoded = encoded_[b];
     if (end == nullptr || end > limit) {
@@ -246,8 +253,7 @@ class SparseEncoder {
   const uint32_t count_;
   uint8_t* payload_;
   EncodedBlock* const encoded_;
-  Block blocks_[4];
-  Escapes deeper_;
+  Block blocks_[5];
 };
 
 template <Dtype kDtype>

@@ -123,10 +123,9 @@ inline const uint8_t* decode_nibbles(const NibbleCode& code, const uint8_t* in, 
   return raw;
 }
 
-// S1, S2 and the bytes of LQ2, likewise; S1 is written in any case. Behind the escapes stand
-// symbols of v = 0. `deeper` is room for those that need S2.
-inline uint8_t* encode_escapes2(const Escapes& escapes, uint8_t center, uint8_t* out,
-                                const uint8_t* limit, Escapes& deeper) {
+// Writes S1 of the escapes, behind which stand symbols of v = 0; `deeper` becomes those that need
+// S2.
+inline void split_escapes2(const Escapes& escapes, uint8_t center, uint8_t* out, Escapes& deeper) {
   // By v, kept below 16: 0: 0, 4: 1, 5: 2; 1, 2 and 3 do not escape.
   alignas(16) static constexpr uint8_t kFirst[16] = {0, 3, 3, 3, 1, 2, 3, 3,
                                                      3, 3, 3, 3, 3, 3, 3, 3};
@@ -140,6 +139,12 @@ inline uint8_t* encode_escapes2(const Escapes& escapes, uint8_t center, uint8_t*
     end = append(end, mask_of(equal(first, broadcast(3))), symbol);
   }
   deeper.end_at(end, static_cast<uint8_t>(center - kLq2Nibbles.first));
+}
+
+// S1, S2 and the bytes of LQ2, as encode_nibbles; S1 is written in any case. `deeper` is room.
+inline uint8_t* encode_escapes2(const Escapes& escapes, uint8_t center, uint8_t* out,
+                                const uint8_t* limit, Escapes& deeper) {
+  split_escapes2(escapes, center, out, deeper);
   return encode_nibbles(kLq2Nibbles, deeper, center, out + bytes_of_bits(2 * escapes.count), limit);
 }
 
