@@ -17,7 +17,7 @@ from memswap._native import native
 from memswap.engine import expectations
 from simdev import Schedule, counters, run_in
 
-WARM_UP, STEPS = 5, 25
+WARM_UP, STEPS = 5, 50
 Step = Callable[[], None]
 
 
