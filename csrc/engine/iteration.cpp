@@ -62,7 +62,8 @@ const char* Iteration::verdict(size_t index, int64_t nbytes) {
 }
 
 std::optional<int64_t> Iteration::frame_held_at_peak(size_t index) const {
-  const bool none_stays = given_prefetch_bytes_ == 0;  // at the end of the forward, by who uses this
+  // Who has nothing brought back ahead of its use wants nothing to stay when the forward ends.
+  const bool none_stays = given_prefetch_bytes_ == 0;
   if (none_stays || !forecast_ || !forecast_->held_at_peak.contains(index)) {
     return std::nullopt;
   }
