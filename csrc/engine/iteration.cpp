@@ -64,10 +64,11 @@ const char* Iteration::verdict(size_t index, int64_t nbytes) {
 std::optional<int64_t> Iteration::frame_held_at_peak(size_t index) const {
   // Who has nothing brought back ahead of its use wants nothing to stay when the forward ends.
   const bool none_stays = given_prefetch_bytes_ == 0;
-  if (none_stays || !forecast_ || !forecast_->held_at_peak.contains(index)) {
+  if (none_stays || !forecast_) {
     return std::nullopt;
   }
-  return forecast_->held_at_peak.at(index);
+  const auto found = forecast_->held_at_peak.find(index);
+  return found == forecast_->held_at_peak.end() ? std::nullopt : std::optional(found->second);
 }
 
 void Iteration::look_at_held() {

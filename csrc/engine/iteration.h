@@ -35,8 +35,8 @@ class Iteration : public std::enable_shared_from_this<Iteration> {
   static constexpr char kNeverFreed[] = "never freed";
   static constexpr char kHeldAtPeak[] = "held at the peak";
 
-  // `forecast`: what an earlier iteration predicts, or nullptr. `prefetch_bytes`:
-  // nothing: by what is saved ([Note: Prefetched bytes]).
+  // `forecast`: what an earlier iteration predicts, or nullptr. `prefetch_bytes`: nothing where
+  // what is saved decides ([Note: Prefetched bytes]).
   Iteration(std::shared_ptr<const Forecast> forecast, std::optional<int64_t> prefetch_bytes)
       : forecast_(std::move(forecast)), given_prefetch_bytes_(prefetch_bytes) {}
   Iteration(const Iteration&) = delete;

@@ -35,6 +35,7 @@ class Model(nn.Module):
         torch.manual_seed(0)
         self.table, self.places = nn.Embedding(ROWS, WIDTH), nn.Embedding(TOKENS, WIDTH)
         self.layers = nn.ModuleList(Block() for _ in range(3))
+        self.head: nn.Module = nn.Identity()
         self.fails = False
         if frozen:
             self.table.requires_grad_(False)
@@ -46,7 +47,7 @@ class Model(nn.Module):
             x = layer(x)
         if self.fails:
             raise ArithmeticError
-        return x.square().mean()
+        return self.head(x).square().mean()
 
 
 def new_tokens(device: torch.device) -> torch.Tensor:
@@ -70,6 +71,20 @@ def learnt(manager: memswap.Manager) -> set[str]:
 
 def looks_up(manager: memswap.Manager) -> bool:
     return any("embedding" in words for words in learnt(manager))
+
+
+def test_a_lazy_module_behind_the_layers_has_no_memory_when_they_begin(
+    device: torch.device,
+) -> None:
+    model, tokens = Model().to(device), new_tokens(device)
+    model.head = nn.LazyLinear(8, device=device)
+    with memswap.manage(model, POLICY) as manager:
+        model(tokens).backward()  # makes the head's weights
+        found = [gradients(model, tokens) for _ in range(LEARNING_STEPS + 1)]
+        assert looks_up(manager) == (device.type == "cpu")
+    expected = gradients(model, tokens)
+    for one in found:
+        assert_same_gradients(one, expected)
 
 
 def test_what_the_first_layer_saves_is_looked_up_again_and_no_bit_differs(

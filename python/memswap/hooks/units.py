@@ -15,7 +15,7 @@ from memswap.engine.autograd import computed_from, in_backward, next_node_number
 from memswap.engine.hook_scope import HookScope, can_save, current_scope
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterable
     from types import FrameType
 
     from torch import nn
@@ -142,27 +142,23 @@ class Around:
                 module for model in models for module in model.modules() if module not in inside
             )
         )
-        self._storages = [
-            StorageWeakRef(part.untyped_storage())
-            for part in self._parts()
+        self._storages = [StorageWeakRef(part.untyped_storage()) for part in self._with_memory()]
+
+    def _with_memory(self) -> list[torch.Tensor]:
+        """All of them, as they are now, but for those without memory of their own.
+
+        A parameter of a lazy module has none until that was called, which may be behind the units.
+        """
+        return [
+            part
+            for part in persistent_tensors(self._modules, recurse=False)
             if not is_lazy(part) and part.layout is torch.strided
         ]
-
-    def _parts(self) -> Iterator[torch.Tensor]:
-        for module in self._modules:
-            for tensors in (module._parameters, module._buffers):
-                for tensor in tensors.values():
-                    if tensor is not None:
-                        yield from plain_parts(tensor)
 
     def tensors(self) -> list[torch.Tensor]:
         """Those whose memory is the one that they had."""
         known = {one.cdata for one in self._storages if not one.expired()}
-        return [
-            part
-            for part in self._parts()
-            if part.layout is torch.strided and part.untyped_storage()._cdata in known
-        ]
+        return [part for part in self._with_memory() if part.untyped_storage()._cdata in known]
 
 
 class Iterations:
@@ -234,12 +230,17 @@ def records() -> bool:
     return torch.is_grad_enabled() and not in_backward() and can_save()
 
 
-def persistent_tensors(modules: Iterable[nn.Module]) -> list[torch.Tensor]:
-    """Parameters and buffers as they are now (sharding may have replaced them), by their parts."""
+def persistent_tensors(modules: Iterable[nn.Module], recurse: bool = True) -> list[torch.Tensor]:
+    """Parameters and buffers as they are now (sharding may have replaced them), by their parts.
+
+    Args:
+        modules: whose they are.
+        recurse: with those of modules inside these.
+    """
     return [
         part
         for module in modules
-        for tensors in (module.parameters(), module.buffers())
+        for tensors in (module.parameters(recurse), module.buffers(recurse))
         for tensor in tensors
         for part in plain_parts(tensor)
     ]
