@@ -237,7 +237,7 @@ class SparseEncoder {
     EncodedBlock& encoded = encoded_[b];
     if (end == nullptr || end > limit) {
       const uint8_t* from = elements_ + b * Type::kBlockBytes;
-      encoded = encode_literal<false>(from, kDtype, Shape::kSparse, nullptr, payload_);
+      encoded = encode_literal<false>(params_, from, count_, nullptr, payload_);
       encoded.zeros = zeros;
     } else {
       store_as<uint64_t>(end, 0);  // the rest of the last unit

@@ -20,6 +20,8 @@ inline constexpr uint32_t kEncoderSlackBytes = kSlackBytes + frame::kBlockElemen
 // Of the widest elements.
 inline constexpr uint32_t kMaxBlockBytes = frame::kBlockElements * sizeof(uint64_t);
 
+inline constexpr uint32_t kLineBytes = 64;  // of a cache
+
 // [Note: asking ahead]
 // Encoders ask for elements before the processor's own prefetchers do. How far ahead is best is the
 // processor's own: with AVX-512 at 64 MiB, Intel's (with AMX) encode bfloat16 that is asked for
@@ -105,23 +107,58 @@ void encode_one_by_one(const EncodeParams& params, const void* elements, uint32_
   }
 }
 
-// Decodes one block; false if the payload is not exactly what its symbols say (its output is then
-// anything). The caller has checked that `mode` fits the shape, that `units` is no more than the
-// longest payload, and that `packed` is set only where the payload begins with a bitmap; nothing
-// else about the bytes is known, not even that `center` fits.
-//   out       1024 elements, aligned to their width only, written completely and not beyond
-//   slab      slab_bytes readable, 128-byte aligned
-//   payload   8-byte aligned; units * 8 + kSlackBytes readable bytes
-using DecodeBlock = bool (*)(void* out, const uint8_t* slab, const uint8_t* payload, uint32_t mode,
-                             uint32_t units, uint8_t center, bool packed);
+struct DecodeParams {
+  frame::Dtype dtype;
+  frame::Shape shape;
+  bool streaming;  // `out` is aligned to kLineBytes, and may be written around the caches
+};
 
-// Decodes the first `blocks` blocks of a tile, all of them whole, each as a DecodeBlock does, but
-// together: what is done to one block waits for itself, and other blocks can fill the time.
-//   slabs     of the blocks, one behind the other
-//   payloads  as well; kSlackBytes are readable behind the last
-//   record    has been checked
-using DecodeBlocks = bool (*)(void* out, const uint8_t* slabs, const uint8_t* payloads,
-                              const frame::Record& record, uint32_t blocks);
+// What a record says of a block.
+struct CodedBlock {
+  uint32_t mode;
+  uint32_t units;
+  uint8_t center;
+  bool packed;
+};
+
+inline CodedBlock coded_block(const frame::Record& record, uint32_t i) {
+  const uint16_t block = record.block[i];
+  return {frame::Record::mode(block), frame::Record::units(block), record.center[i],
+          frame::Record::packed(block)};
+}
+
+// Decodes blocks of a tile; false if a payload is not exactly what its symbols say (its output is
+// then anything). The caller has checked that each mode fits the shape, that `units` is no more
+// than the longest payload, and that `packed` is set only where the payload begins with a bitmap;
+// nothing else about the bytes is known, not even that `center` fits.
+//   out       1024 elements for each block, aligned to their width only (but see `streaming`),
+//             written completely and not beyond
+//   slabs     of the blocks, one behind the other: slab_bytes readable, 128-byte aligned
+//   payloads  as well: 8-byte aligned; kSlackBytes are readable behind the last
+//   blocks    of them
+using DecodeBlocks = bool (*)(const DecodeParams& params, uint8_t* out, const uint8_t* slabs,
+                              const uint8_t* payloads, const CodedBlock* blocks, uint32_t count);
+
+// For what knows no more than one block: DecodeBlocks of a function for one.
+template <bool (*kDecodeBlock)(const DecodeParams& params, uint8_t* out, const uint8_t* slab,
+                               const uint8_t* payload, const CodedBlock& block)>
+bool decode_one_by_one(const DecodeParams& params, uint8_t* out, const uint8_t* slabs,
+                       const uint8_t* payloads, const CodedBlock* blocks, uint32_t count) {
+  const uint32_t block_bytes = frame::kBlockElements * frame::width_of(params.dtype);
+  const uint32_t slab_bytes = frame::slab_bytes(params.dtype, params.shape);
+  for (const CodedBlock* block = blocks; block != blocks + count; ++block) {
+    if (params.streaming) {
+      touch_pages_ahead(out, block_bytes);
+    }
+    if (!kDecodeBlock(params, out, slabs, payloads, *block)) {
+      return false;
+    }
+    out += block_bytes;
+    slabs += slab_bytes;
+    payloads += block->units * frame::kUnitBytes;
+  }
+  return true;
+}
 
 // The sum of section 4 of docs/format.md, over the first `bytes` bytes of a tile; the rest is 0.
 // `data` is aligned to the elements' width only.
@@ -132,18 +169,15 @@ using Copy = void (*)(void* to, const void* from, size_t bytes);
 
 // An instruction set. `encoder` and `decoder` are asked once per job, with a shape that fits the
 // dtype, and never return NULL: where a set has nothing better it passes on scalar_blocks()'s.
-// `streaming` of a decoder: `out` may be written around the caches. `fence` is called by every
-// thread after its last block and copy, so that such stores are seen by whoever waits for the
-// thread.
+// `fence` is called by every thread after its last block and copy, so that stores around the caches
+// are seen by whoever waits for the thread.
 struct BlockCodec {
   const char* name;
   EncodeBlocks (*encoder)(const EncodeParams& params);
-  DecodeBlock (*decoder)(frame::Dtype dtype, frame::Shape shape, bool streaming);
+  DecodeBlocks (*decoder)(const DecodeParams& params);
   Checksum checksum;
   Copy copy_around_caches;
   void (*fence)();
-  // NULL, or NULL for a shape: blocks are decoded one by one.
-  DecodeBlocks (*tile_decoder)(frame::Dtype dtype, frame::Shape shape, bool streaming) = nullptr;
 };
 
 const BlockCodec& scalar_blocks();

@@ -37,24 +37,28 @@ inline Function for_float(frame::Dtype dtype, bool streaming, Visit visit) {
   });
 }
 
-// Calls visit with a dtype of the same width, and streaming, as constants.
+// Calls visit with the width of the dtype as a constant.
 template <typename Function, typename Visit>
-inline Function for_width(frame::Dtype dtype, bool streaming, Visit visit) {
-  using frame::Dtype;
-  const auto with = [&]<Dtype kDtype>() -> Function {
-    return streaming ? visit.template operator()<kDtype, true>()
-                     : visit.template operator()<kDtype, false>();
-  };
+inline Function for_width(frame::Dtype dtype, Visit visit) {
   switch (frame::width_of(dtype)) {
     case 1:
-      return with.template operator()<Dtype::kBits8>();
+      return visit.template operator()<1>();
     case 2:
-      return with.template operator()<Dtype::kBits16>();
+      return visit.template operator()<2>();
     case 4:
-      return with.template operator()<Dtype::kBits32>();
+      return visit.template operator()<4>();
     default:
-      return with.template operator()<Dtype::kBits64>();
+      return visit.template operator()<8>();
   }
+}
+
+// The same with streaming as a constant as well.
+template <typename Function, typename Visit>
+inline Function for_width(frame::Dtype dtype, bool streaming, Visit visit) {
+  return for_width<Function>(dtype, [&]<uint32_t kWidth>() -> Function {
+    return streaming ? visit.template operator()<kWidth, true>()
+                     : visit.template operator()<kWidth, false>();
+  });
 }
 
 }  // namespace memswap::cpu

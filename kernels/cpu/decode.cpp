@@ -23,9 +23,10 @@ using frame::Record;
 using frame::Shape;
 
 // One task's memory.
-struct alignas(64) Workspace {
-  uint8_t payload[kMaxBlockBytes + kSlackBytes];  // where the buffer ends less than kSlackBytes on
+struct alignas(kLineBytes) Workspace {
   uint8_t last_block[kMaxBlockBytes];
+  // Of a tile, where the buffer ends less than kSlackBytes on.
+  uint8_t payloads[frame::kTileBlocks * kMaxBlockBytes + kSlackBytes];
 };
 
 class FrameDecoder {
@@ -40,18 +41,16 @@ class FrameDecoder {
       layout_ = {};
       return;
     }
-    dtype_ = static_cast<Dtype>(header.dtype);
-    shape_ = static_cast<Shape>(header.shape);
-    width_ = frame::width_of(dtype_);
+    params_ = {static_cast<Dtype>(header.dtype), static_cast<Shape>(header.shape), false};
+    width_ = frame::width_of(params_.dtype);
     areas_ = payload_areas(header, layout_, job.frame, job.frame_bytes, job.overflow,
                            overflow_units(job));
     checksum_ =
         job.verify != 0 && (header.flags & frame::kChecked) != 0 ? blocks.checksum : nullptr;
     // A checksum reads each tile again while it is still in the caches.
-    streaming_ = checksum_ == nullptr && job.elements * width_ >= streaming_bytes();
-    decode_block_ = blocks.decoder(dtype_, shape_, streaming_);
-    decode_blocks_ =
-        blocks.tile_decoder == nullptr ? nullptr : blocks.tile_decoder(dtype_, shape_, streaming_);
+    params_.streaming = checksum_ == nullptr && job.elements * width_ >= streaming_bytes() &&
+                        reinterpret_cast<uintptr_t>(job.output) % kLineBytes == 0;
+    decode_blocks_ = blocks.decoder(params_);
   }
 
   uint32_t chunks() const {
@@ -82,7 +81,8 @@ class FrameDecoder {
   uint32_t decode_tile(uint32_t index, Workspace& workspace) const {
     const auto* frame = static_cast<const uint8_t*>(job_->frame);
     const Record record = record_at(frame, layout_, index);
-    const PayloadArea* area = find_payloads(record, layout_, dtype_, shape_, index, areas_);
+    const PayloadArea* area =
+        find_payloads(record, layout_, params_.dtype, params_.shape, index, areas_);
     if (area == nullptr) {
       return frame::kBadRecord;
     }
@@ -91,50 +91,35 @@ class FrameDecoder {
     const uint8_t* slab =
         frame + layout_.slabs + uint64_t{index} * frame::kTileBlocks * layout_.slab_bytes;
     const uint64_t first_element = uint64_t{index} * frame::kTileElements;
-    const uint64_t tile_elements =
-        std::min<uint64_t>(frame::kTileElements, layout_.elements - first_element);
+    const auto tile_elements = static_cast<uint32_t>(
+        std::min<uint64_t>(frame::kTileElements, layout_.elements - first_element));
     auto* output = static_cast<uint8_t*>(job_->output) + first_element * width_;
     const uint64_t payload_bytes = uint64_t{payload_units(record)} * frame::kUnitBytes;
-    uint32_t i = 0;
-    // At the end of the buffer there is no slack: payloads are moved, one by one.
-    if (decode_blocks_ != nullptr &&
-        static_cast<uint64_t>(area->readable_end - payload) >= payload_bytes + kSlackBytes) {
-      const auto whole = static_cast<uint32_t>(tile_elements / frame::kBlockElements);
-      if (!decode_blocks_(output, slab, payload, record, whole)) {
+    if (static_cast<uint64_t>(area->readable_end - payload) < payload_bytes + kSlackBytes) {
+      std::copy_n(payload, payload_bytes, workspace.payloads);  // nothing of NULL without an arena
+      payload = workspace.payloads;
+    }
+    const uint32_t whole_blocks = tile_elements / frame::kBlockElements;
+    const uint32_t rest = tile_elements % frame::kBlockElements;
+    CodedBlock blocks[frame::kTileBlocks];
+    uint64_t last_payload = 0;
+    for (uint32_t i = 0; i < whole_blocks; ++i) {
+      blocks[i] = coded_block(record, i);
+      last_payload += uint64_t{blocks[i].units} * frame::kUnitBytes;
+    }
+    if (!decode_blocks_(params_, output, slab, payload, blocks, whole_blocks)) {
+      return frame::kBadPayload;
+    }
+    if (rest != 0) {
+      const CodedBlock last = coded_block(record, whole_blocks);
+      if (!decode_blocks_(params_, workspace.last_block, slab + whole_blocks * layout_.slab_bytes,
+                          payload + last_payload, &last, 1)) {
         return frame::kBadPayload;
       }
-      for (; i < whole; ++i) {
-        payload += Record::units(record.block[i]) * frame::kUnitBytes;
-        slab += layout_.slab_bytes;
-      }
+      memcpy(output + uint64_t{tile_elements - rest} * width_, workspace.last_block, rest * width_);
     }
-    for (; i * frame::kBlockElements < tile_elements; ++i) {
-      const uint32_t units = Record::units(record.block[i]);
-      const uint32_t bytes = units * frame::kUnitBytes;
-      const uint8_t* readable = payload;
-      if (static_cast<uint64_t>(area->readable_end - payload) < bytes + kSlackBytes) {
-        std::copy_n(payload, bytes, workspace.payload);  // nothing of NULL where there is no arena
-        readable = workspace.payload;
-      }
-      const auto count = static_cast<uint32_t>(
-          std::min<uint64_t>(frame::kBlockElements, tile_elements - i * frame::kBlockElements));
-      uint8_t* block = output + uint64_t{i} * frame::kBlockElements * width_;
-      const bool whole = count == frame::kBlockElements;
-      if (streaming_) {
-        touch_pages_ahead(block, count * width_);
-      }
-      if (!decode_block_(whole ? block : workspace.last_block, slab, readable,
-                         Record::mode(record.block[i]), units, record.center[i],
-                         Record::packed(record.block[i]))) {
-        return frame::kBadPayload;
-      }
-      if (!whole) {
-        memcpy(block, workspace.last_block, count * width_);
-      }
-      payload += bytes;
-      slab += layout_.slab_bytes;
-    }
-    if (checksum_ != nullptr && checksum_(output, tile_elements * width_) != record.checksum) {
+    if (checksum_ != nullptr &&
+        checksum_(output, uint64_t{tile_elements} * width_) != record.checksum) {
       return frame::kBadChecksum;
     }
     return frame::kOk;
@@ -142,12 +127,9 @@ class FrameDecoder {
 
   const memswap_decode_job* job_ = nullptr;
   Layout layout_{};
-  Dtype dtype_{};
-  Shape shape_{};
+  DecodeParams params_{};
   uint32_t width_ = 0;
-  bool streaming_ = false;
   PayloadAreas areas_{};
-  DecodeBlock decode_block_ = nullptr;
   DecodeBlocks decode_blocks_ = nullptr;
   Checksum checksum_ = nullptr;
 };

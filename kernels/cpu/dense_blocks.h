@@ -168,59 +168,34 @@ void encode_dense(const EncodeParams& params, const void* elements, uint32_t cou
 
 template <Dtype kDtype>
 inline bool read_symbols(Symbols& symbols, const uint8_t* slab, const uint8_t* payload,
-                         uint32_t mode, uint32_t units, uint8_t center) {
+                         const CodedBlock& block) {
   using Type = Float<kDtype>;
   const uint32_t first = kPlanesAtOnce<Type> ? 0 : Type::kBytePlanes * frame::kBlockElements;
   for (uint32_t i = first; i < Type::kSlabBytes; i += kLineBytes) {
     prefetch(slab + i, kShortPlanesAhead<Type>);
   }
-  return decode_symbols<InDense<kDtype>>(symbols, slab + Type::kRestBytes, payload, mode, units,
-                                         center);
-}
-
-template <Dtype kDtype, bool kStreaming>
-bool decode_dense(void* out, const uint8_t* slab, const uint8_t* payload, uint32_t mode,
-                  uint32_t units, uint8_t center, bool) {
-  if constexpr (kStreaming) {
-    if (!is_line_aligned(out)) {
-      return decode_dense<kDtype, false>(out, slab, payload, mode, units, center, false);
-    }
-  }
-  Symbols symbols;
-  if (!read_symbols<kDtype>(symbols, slab, payload, mode, units, center)) {
-    return false;
-  }
-  join_block<kDtype, kStreaming>(static_cast<uint8_t*>(out), slab, symbols);
-  return true;
+  return decode_symbols<InDense<kDtype>>(symbols, slab + Type::kRestBytes, payload, block);
 }
 
 // A block's escapes are stored in a row and loaded from anywhere in it, which has to wait until
 // they, and all stores before them, are in the cache. So a block is joined only when the next one's
 // have been read.
 template <Dtype kDtype, bool kStreaming>
-bool decode_dense_tile(void* out, const uint8_t* slabs, const uint8_t* payloads,
-                       const frame::Record& record, uint32_t blocks) {
+bool decode_dense(const DecodeParams&, uint8_t* out, const uint8_t* slabs, const uint8_t* payloads,
+                  const CodedBlock* blocks, uint32_t count) {
   using Type = Float<kDtype>;
-  if constexpr (kStreaming) {
-    if (!is_line_aligned(out)) {
-      return decode_dense_tile<kDtype, false>(out, slabs, payloads, record, blocks);
-    }
-  }
-  auto* to = static_cast<uint8_t*>(out);
   Symbols symbols[2];
-  for (uint32_t round = 0; round < blocks + 1; ++round) {
-    if (round < blocks) {
-      const uint16_t block = record.block[round];
-      const uint32_t units = frame::Record::units(block);
+  for (uint32_t round = 0; round < count + 1; ++round) {
+    if (round < count) {
       if (!read_symbols<kDtype>(symbols[round % 2], slabs + round * Type::kSlabBytes, payloads,
-                                frame::Record::mode(block), units, record.center[round])) {
+                                blocks[round])) {
         return false;
       }
-      payloads += units * frame::kUnitBytes;
+      payloads += blocks[round].units * frame::kUnitBytes;
     }
     if (round != 0) {
       const uint32_t b = round - 1;
-      uint8_t* const block = to + b * Type::kBlockBytes;
+      uint8_t* const block = out + b * Type::kBlockBytes;
       if constexpr (kStreaming) {
         touch_pages_ahead(block, Type::kBlockBytes);
       }
@@ -238,10 +213,9 @@ struct alignas(kLineBytes) HighHalves {
 template <bool kStreaming>
 EncodedBlock encode_upcast(const EncodeParams& params, const void* elements, uint32_t count,
                            uint8_t* slab, uint8_t* payload) {
-  const auto* from = static_cast<const uint8_t*>(elements);
   HighHalves high;
-  if (!take_high_halves(from, high.byte)) {
-    return encode_literal<kStreaming>(from, Dtype::kFp32, frame::Shape::kUpcast, slab, payload);
+  if (!take_high_halves(static_cast<const uint8_t*>(elements), high.byte)) {
+    return encode_literal<kStreaming>(params, elements, count, slab, payload);
   }
   EncodedBlock encoded;
   encode_dense<Dtype::kBf16, kStreaming>(params, high.byte, count, slab, payload, &encoded);
@@ -249,23 +223,16 @@ EncodedBlock encode_upcast(const EncodeParams& params, const void* elements, uin
 }
 
 template <bool kStreaming>
-bool decode_upcast(void* out, const uint8_t* slab, const uint8_t* payload, uint32_t mode,
-                   uint32_t units, uint8_t center, bool) {
-  if constexpr (kStreaming) {
-    if (!is_line_aligned(out)) {
-      return decode_upcast<false>(out, slab, payload, mode, units, center, false);
-    }
-  }
-  auto* to = static_cast<uint8_t*>(out);
-  if (mode == frame::kLiteral) {
-    return decode_literal<kStreaming>(to, Dtype::kFp32, frame::Shape::kUpcast, slab, payload,
-                                      units);
+bool decode_upcast(const DecodeParams& params, uint8_t* out, const uint8_t* slab,
+                   const uint8_t* payload, const CodedBlock& block) {
+  if (block.mode == frame::kLiteral) {
+    return decode_literal<kStreaming>(params, out, slab, payload, block);
   }
   HighHalves high;
-  if (!decode_dense<Dtype::kBf16, false>(high.byte, slab, payload, mode, units, center, false)) {
+  if (!decode_dense<Dtype::kBf16, false>(params, high.byte, slab, payload, &block, 1)) {
     return false;
   }
-  put_high_halves<kStreaming>(to, high.byte);
+  put_high_halves<kStreaming>(out, high.byte);
   return true;
 }
 
@@ -278,17 +245,10 @@ EncodeBlocks dense_encoder(const EncodeParams& params) {
                                  });
 }
 
-DecodeBlock dense_decoder(Dtype dtype, bool streaming) {
-  return for_float<DecodeBlock>(dtype, streaming,
-                                []<Dtype kDtype, bool kStreaming>() -> DecodeBlock {
-                                  return &decode_dense<kDtype, kStreaming>;
-                                });
-}
-
-DecodeBlocks dense_tile_decoder(Dtype dtype, bool streaming) {
-  return for_float<DecodeBlocks>(dtype, streaming,
+DecodeBlocks dense_decoder(const DecodeParams& params) {
+  return for_float<DecodeBlocks>(params.dtype, params.streaming,
                                  []<Dtype kDtype, bool kStreaming>() -> DecodeBlocks {
-                                   return &decode_dense_tile<kDtype, kStreaming>;
+                                   return &decode_dense<kDtype, kStreaming>;
                                  });
 }
 
@@ -297,6 +257,7 @@ EncodeBlocks upcast_encoder(const EncodeParams& params) {
                           : &encode_one_by_one<encode_upcast<false>>;
 }
 
-DecodeBlock upcast_decoder(bool streaming) {
-  return streaming ? &decode_upcast<true> : &decode_upcast<false>;
+DecodeBlocks upcast_decoder(const DecodeParams& params) {
+  return params.streaming ? &decode_one_by_one<decode_upcast<true>>
+                          : &decode_one_by_one<decode_upcast<false>>;
 }

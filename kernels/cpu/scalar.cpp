@@ -9,57 +9,31 @@ namespace memswap::cpu {
 
 namespace scalar {
 
-using frame::Dtype;
 using frame::Shape;
 
-EncodedBlock encode_literal(const void* elements, Dtype dtype, Shape shape, uint8_t* slab,
-                            uint8_t* payload) {
-  const uint32_t slab_bytes = frame::slab_bytes(dtype, shape);
-  const uint32_t rest_bytes = kElements * frame::width_of(dtype) - slab_bytes;
+EncodedBlock encode_literal(const EncodeParams& params, const void* elements, uint32_t,
+                            uint8_t* slab, uint8_t* payload) {
+  const uint32_t slab_bytes = frame::slab_bytes(params.dtype, params.shape);
+  const uint32_t rest_bytes = kElements * frame::width_of(params.dtype) - slab_bytes;
   const auto* bytes = static_cast<const uint8_t*>(elements);
   memcpy(slab, bytes, slab_bytes);
   memcpy(payload, bytes + slab_bytes, rest_bytes);
   return {frame::kLiteral, rest_bytes / frame::kUnitBytes, 0, 0, 0};
 }
 
-bool decode_literal(void* out, Dtype dtype, Shape shape, const uint8_t* slab,
-                    const uint8_t* payload, uint32_t units) {
-  const uint32_t slab_bytes = frame::slab_bytes(dtype, shape);
-  const uint32_t rest_bytes = kElements * frame::width_of(dtype) - slab_bytes;
-  if (units * frame::kUnitBytes != rest_bytes) {
+bool decode_literal(const DecodeParams& params, uint8_t* out, const uint8_t* slab,
+                    const uint8_t* payload, const CodedBlock& block) {
+  const uint32_t slab_bytes = frame::slab_bytes(params.dtype, params.shape);
+  const uint32_t rest_bytes = kElements * frame::width_of(params.dtype) - slab_bytes;
+  if (block.units * frame::kUnitBytes != rest_bytes) {
     return false;
   }
-  auto* bytes = static_cast<uint8_t*>(out);
-  memcpy(bytes, slab, slab_bytes);
-  memcpy(bytes + slab_bytes, payload, rest_bytes);
+  memcpy(out, slab, slab_bytes);
+  memcpy(out + slab_bytes, payload, rest_bytes);
   return true;
 }
 
 namespace {
-
-EncodedBlock encode_raw(const EncodeParams& params, const void* elements, uint32_t, uint8_t* slab,
-                        uint8_t* payload) {
-  return encode_literal(elements, params.dtype, Shape::kRaw, slab, payload);
-}
-
-template <Dtype dtype_of_width>
-bool decode_raw(void* out, const uint8_t* slab, const uint8_t* payload, uint32_t, uint32_t units,
-                uint8_t, bool) {
-  return decode_literal(out, dtype_of_width, Shape::kRaw, slab, payload, units);
-}
-
-DecodeBlock raw_decoder(Dtype dtype) {
-  switch (frame::width_of(dtype)) {
-    case 1:
-      return &decode_raw<Dtype::kBits8>;
-    case 2:
-      return &decode_raw<Dtype::kBits16>;
-    case 4:
-      return &decode_raw<Dtype::kBits32>;
-    default:
-      return &decode_raw<Dtype::kBits64>;
-  }
-}
 
 EncodeBlocks encoder(const EncodeParams& params) {
   switch (params.shape) {
@@ -76,25 +50,25 @@ EncodeBlocks encoder(const EncodeParams& params) {
     case Shape::kRaw:
       break;
   }
-  return &encode_one_by_one<encode_raw>;
+  return &encode_one_by_one<encode_literal>;
 }
 
-DecodeBlock decoder(Dtype dtype, Shape shape, bool) {
-  switch (shape) {
+DecodeBlocks decoder(const DecodeParams& params) {
+  switch (params.shape) {
     case Shape::kDense:
-      return dense_decoder(dtype);
+      return dense_decoder(params.dtype);
     case Shape::kSparse:
-      return sparse_decoder(dtype);
+      return sparse_decoder(params.dtype);
     case Shape::kBits:
-      return &decode_bits;
+      return &decode_one_by_one<decode_bits>;
     case Shape::kInts:
-      return ints_decoder(dtype);
+      return ints_decoder(params.dtype);
     case Shape::kUpcast:
-      return &decode_upcast;
+      return &decode_one_by_one<decode_upcast>;
     case Shape::kRaw:
       break;
   }
-  return raw_decoder(dtype);
+  return &decode_one_by_one<decode_literal>;
 }
 
 uint32_t checksum(const void* data, size_t bytes) {

@@ -8,25 +8,25 @@ namespace memswap::cpu::scalar {
 
 // Each returns NULL where the shape does not fit the dtype.
 EncodeBlocks dense_encoder(frame::Dtype dtype);
-DecodeBlock dense_decoder(frame::Dtype dtype);
+DecodeBlocks dense_decoder(frame::Dtype dtype);
 EncodeBlocks sparse_encoder(frame::Dtype dtype);
-DecodeBlock sparse_decoder(frame::Dtype dtype);
+DecodeBlocks sparse_decoder(frame::Dtype dtype);
 EncodeBlocks ints_encoder(frame::Dtype dtype);
-DecodeBlock ints_decoder(frame::Dtype dtype);
+DecodeBlocks ints_decoder(frame::Dtype dtype);
 
 EncodedBlock encode_upcast(const EncodeParams& params, const void* elements, uint32_t count,
                            uint8_t* slab, uint8_t* payload);
-bool decode_upcast(void* out, const uint8_t* slab, const uint8_t* payload, uint32_t mode,
-                   uint32_t units, uint8_t center, bool packed);
+bool decode_upcast(const DecodeParams& params, uint8_t* out, const uint8_t* slab,
+                   const uint8_t* payload, const CodedBlock& block);
 EncodedBlock encode_bits(const EncodeParams& params, const void* elements, uint32_t count,
                          uint8_t* slab, uint8_t* payload);
-bool decode_bits(void* out, const uint8_t* slab, const uint8_t* payload, uint32_t mode,
-                 uint32_t units, uint8_t center, bool packed);
+bool decode_bits(const DecodeParams& params, uint8_t* out, const uint8_t* slab,
+                 const uint8_t* payload, const CodedBlock& block);
 
 // Literal blocks, of any shape: the first slab_bytes in the slab, the rest in the payload.
-EncodedBlock encode_literal(const void* elements, frame::Dtype dtype, frame::Shape shape,
+EncodedBlock encode_literal(const EncodeParams& params, const void* elements, uint32_t count,
                             uint8_t* slab, uint8_t* payload);
-bool decode_literal(void* out, frame::Dtype dtype, frame::Shape shape, const uint8_t* slab,
-                    const uint8_t* payload, uint32_t units);
+bool decode_literal(const DecodeParams& params, uint8_t* out, const uint8_t* slab,
+                    const uint8_t* payload, const CodedBlock& block);
 
 }  // namespace memswap::cpu::scalar

@@ -12,7 +12,6 @@ namespace memswap::cpu::scalar {
 namespace {
 
 using frame::Dtype;
-using frame::Shape;
 
 constexpr uint32_t kHighBitPlaneBytes = kElements / 8;  // of LQ3's codes
 
@@ -67,8 +66,9 @@ void put_exponents(const Choice& choice, const uint8_t* exponents, uint8_t* low_
   finish_payload(payload, end);
 }
 
-bool get_exponents(uint32_t mode, uint8_t center, const uint8_t* low_plane, const uint8_t* payload,
-                   uint32_t units, uint8_t* exponents) {
+bool get_exponents(const CodedBlock& block, const uint8_t* low_plane, const uint8_t* payload,
+                   uint8_t* exponents) {
+  const auto [mode, units, center, packed] = block;
   PayloadReader reader(payload, units);
   uint8_t codes[kElements] = {};
   get_planes(low_plane, codes, 0, 2);
@@ -137,13 +137,13 @@ EncodedBlock encode_dense(const EncodeParams& params, const void* elements, uint
 }
 
 template <Dtype dtype>
-bool decode_dense(void* out, const uint8_t* slab, const uint8_t* payload, uint32_t mode,
-                  uint32_t units, uint8_t center, bool) {
+bool decode_dense(const DecodeParams&, uint8_t* out, const uint8_t* slab, const uint8_t* payload,
+                  const CodedBlock& block) {
   using Element = Float<dtype>;
   typename Element::Bits elements[kElements] = {};
   uint8_t exponents[kElements];
   const uint8_t* low_plane = get_planes(slab, elements, 0, Element::kRestBits);
-  if (!get_exponents(mode, center, low_plane, payload, units, exponents)) {
+  if (!get_exponents(block, low_plane, payload, exponents)) {
     return false;
   }
   for (uint32_t e = 0; e < kElements; ++e) {
@@ -166,18 +166,18 @@ EncodedBlock encode_upcast(const EncodeParams& params, const void* elements, uin
     low_bits |= wide[e] & 0xffff;
   }
   if (low_bits != 0) {
-    return encode_literal(elements, Dtype::kFp32, Shape::kUpcast, slab, payload);
+    return encode_literal(params, elements, count, slab, payload);
   }
   return encode_dense<Dtype::kBf16>(params, high, count, slab, payload);
 }
 
-bool decode_upcast(void* out, const uint8_t* slab, const uint8_t* payload, uint32_t mode,
-                   uint32_t units, uint8_t center, bool) {
-  if (mode == frame::kLiteral) {
-    return decode_literal(out, Dtype::kFp32, Shape::kUpcast, slab, payload, units);
+bool decode_upcast(const DecodeParams& params, uint8_t* out, const uint8_t* slab,
+                   const uint8_t* payload, const CodedBlock& block) {
+  if (block.mode == frame::kLiteral) {
+    return decode_literal(params, out, slab, payload, block);
   }
   uint16_t high[kElements];
-  if (!decode_dense<Dtype::kBf16>(high, slab, payload, mode, units, center, false)) {
+  if (!decode_dense<Dtype::kBf16>(params, reinterpret_cast<uint8_t*>(high), slab, payload, block)) {
     return false;
   }
   uint32_t wide[kElements];
@@ -193,8 +193,9 @@ EncodeBlocks dense_encoder(Dtype dtype) {
       dtype, []<Dtype constant>() { return &encode_one_by_one<encode_dense<constant>>; });
 }
 
-DecodeBlock dense_decoder(Dtype dtype) {
-  return for_float<DecodeBlock>(dtype, []<Dtype constant>() { return &decode_dense<constant>; });
+DecodeBlocks dense_decoder(Dtype dtype) {
+  return for_float<DecodeBlocks>(
+      dtype, []<Dtype constant>() { return &decode_one_by_one<decode_dense<constant>>; });
 }
 
 }  // namespace memswap::cpu::scalar

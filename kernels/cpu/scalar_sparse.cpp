@@ -19,8 +19,8 @@ constexpr bool is_zero(Bits rotated) {
 }
 
 template <Dtype dtype>
-EncodedBlock encode_sparse(const EncodeParams&, const void* elements, uint32_t count, uint8_t* slab,
-                           uint8_t* payload) {
+EncodedBlock encode_sparse(const EncodeParams& params, const void* elements, uint32_t count,
+                           uint8_t* slab, uint8_t* payload) {
   using Element = Float<dtype>;
   using Bits = typename Element::Bits;
   Bits rotated[kElements];
@@ -52,7 +52,7 @@ EncodedBlock encode_sparse(const EncodeParams&, const void* elements, uint32_t c
   for_each_plane(Element::kRestBits,
                  [&](uint32_t, auto width) { bytes += bytes_of_bits(width * survivor_count); });
   if (units_of_bytes(bytes) >= frame::max_payload_units(dtype, Shape::kSparse)) {
-    EncodedBlock literal = encode_literal(elements, dtype, Shape::kSparse, slab, payload);
+    EncodedBlock literal = encode_literal(params, elements, count, slab, payload);
     literal.zeros = zeros;
     return literal;
   }
@@ -90,10 +90,11 @@ EncodedBlock encode_sparse(const EncodeParams&, const void* elements, uint32_t c
 }
 
 template <Dtype dtype>
-bool decode_sparse(void* out, const uint8_t* slab, const uint8_t* payload, uint32_t mode,
-                   uint32_t units, uint8_t center, bool packed) {
+bool decode_sparse(const DecodeParams& params, uint8_t* out, const uint8_t* slab,
+                   const uint8_t* payload, const CodedBlock& block) {
+  const auto [mode, units, center, packed] = block;
   if (mode == frame::kLiteral) {
-    return decode_literal(out, dtype, Shape::kSparse, slab, payload, units);
+    return decode_literal(params, out, slab, payload, block);
   }
   using Element = Float<dtype>;
   using Bits = typename Element::Bits;
@@ -159,8 +160,9 @@ EncodeBlocks sparse_encoder(Dtype dtype) {
       dtype, []<Dtype constant>() { return &encode_one_by_one<encode_sparse<constant>>; });
 }
 
-DecodeBlock sparse_decoder(Dtype dtype) {
-  return for_float<DecodeBlock>(dtype, []<Dtype constant>() { return &decode_sparse<constant>; });
+DecodeBlocks sparse_decoder(Dtype dtype) {
+  return for_float<DecodeBlocks>(
+      dtype, []<Dtype constant>() { return &decode_one_by_one<decode_sparse<constant>>; });
 }
 
 }  // namespace memswap::cpu::scalar

@@ -8,7 +8,6 @@ namespace memswap::cpu {
 namespace MEMSWAP_ISA {
 namespace {
 
-using frame::Dtype;
 using frame::Shape;
 
 EncodeBlocks encoder(const EncodeParams& params) {
@@ -29,40 +28,29 @@ EncodeBlocks encoder(const EncodeParams& params) {
   return raw_encoder(params);
 }
 
-DecodeBlock decoder(Dtype dtype, Shape shape, bool streaming) {
-  switch (shape) {
+DecodeBlocks decoder(const DecodeParams& params) {
+  switch (params.shape) {
     case Shape::kDense:
-      return dense_decoder(dtype, streaming);
+      return dense_decoder(params);
     case Shape::kSparse:
-      return sparse_decoder(dtype, streaming);
+      return sparse_decoder(params);
     case Shape::kBits:
-      return bits_decoder(streaming);
+      return bits_decoder(params);
     case Shape::kInts:
-      return ints_decoder(dtype, streaming);
+      return ints_decoder(params);
     case Shape::kUpcast:
-      return upcast_decoder(streaming);
+      return upcast_decoder(params);
     case Shape::kRaw:
       break;
   }
-  return raw_decoder(dtype, streaming);
-}
-
-DecodeBlocks tile_decoder(Dtype dtype, Shape shape, bool streaming) {
-  switch (shape) {
-    case Shape::kDense:
-      return dense_tile_decoder(dtype, streaming);
-    case Shape::kSparse:
-      return sparse_tile_decoder(dtype, streaming);
-    default:
-      return nullptr;
-  }
+  return raw_decoder(params);
 }
 
 }  // namespace
 
 const BlockCodec& blocks() {
-  static constexpr BlockCodec kBlocks = {MEMSWAP_ISA_NAME,    &encoder, &decoder,     &checksum,
-                                         &copy_around_caches, &fence,   &tile_decoder};
+  static constexpr BlockCodec kBlocks = {MEMSWAP_ISA_NAME,    &encoder, &decoder, &checksum,
+                                         &copy_around_caches, &fence};
   return kBlocks;
 }
 

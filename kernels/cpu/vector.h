@@ -6,19 +6,17 @@
 namespace memswap::cpu::MEMSWAP_ISA {
 
 EncodeBlocks dense_encoder(const EncodeParams& params);
-DecodeBlock dense_decoder(frame::Dtype dtype, bool streaming);
-DecodeBlocks dense_tile_decoder(frame::Dtype dtype, bool streaming);
+DecodeBlocks dense_decoder(const DecodeParams& params);
 EncodeBlocks upcast_encoder(const EncodeParams& params);
-DecodeBlock upcast_decoder(bool streaming);
+DecodeBlocks upcast_decoder(const DecodeParams& params);
 EncodeBlocks sparse_encoder(const EncodeParams& params);
-DecodeBlock sparse_decoder(frame::Dtype dtype, bool streaming);
-DecodeBlocks sparse_tile_decoder(frame::Dtype dtype, bool streaming);
+DecodeBlocks sparse_decoder(const DecodeParams& params);
 EncodeBlocks bits_encoder(const EncodeParams& params);
-DecodeBlock bits_decoder(bool streaming);
+DecodeBlocks bits_decoder(const DecodeParams& params);
 EncodeBlocks ints_encoder(const EncodeParams& params);
-DecodeBlock ints_decoder(frame::Dtype dtype, bool streaming);
+DecodeBlocks ints_decoder(const DecodeParams& params);
 EncodeBlocks raw_encoder(const EncodeParams& params);
-DecodeBlock raw_decoder(frame::Dtype dtype, bool streaming);
+DecodeBlocks raw_decoder(const DecodeParams& params);
 uint32_t checksum(const void* data, size_t bytes);
 
 }  // namespace memswap::cpu::MEMSWAP_ISA

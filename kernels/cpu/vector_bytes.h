@@ -34,12 +34,6 @@ static_assert(sizeof(Row) <= kRowAlignment && kPageBytes % kRowAlignment == 0);
 
 struct alignas(kRowAlignment) AlignedRow : Row {};
 
-inline constexpr uint32_t kLineBytes = 64;  // of a cache
-
-inline bool is_line_aligned(const void* address) {
-  return reinterpret_cast<uintptr_t>(address) % kLineBytes == 0;
-}
-
 // Calls visit with 0, 1, 2 and 3 as constants: shifts by a constant are cheaper.
 template <typename Visit>
 [[gnu::always_inline]] inline void for_quarters(Visit visit) {

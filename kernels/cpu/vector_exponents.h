@@ -193,7 +193,8 @@ inline uint32_t join_codes3(Bytes& codes, const uint8_t* low, const uint8_t* hig
 // The symbols of a block in one of the modes 1 to 9; false where the payload has another length.
 template <typename Place>
 inline bool decode_symbols(Symbols& symbols, const uint8_t* low, const uint8_t* payload,
-                           uint32_t mode, uint32_t units, uint8_t center) {
+                           const CodedBlock& block) {
+  const auto [mode, units, center, packed] = block;
   symbols.center = center;
   symbols.low = low;
   symbols.code = code_of(mode);

@@ -9,9 +9,6 @@ MEMSWAP_VECTOR_BEGIN
 namespace memswap::cpu::MEMSWAP_ISA {
 namespace {
 
-using frame::Dtype;
-using frame::Shape;
-
 inline constexpr uint32_t kReferenceBytes = sizeof(uint64_t);
 
 // --- Integers ----------------------------------------------------------------------------------
@@ -137,7 +134,7 @@ EncodedBlock encode_ints(const EncodeParams& params, const void* elements, uint3
   const auto range = static_cast<Bits>(static_cast<Bits>(most) - reference);
   const uint32_t bits = range == 0 ? 0 : 64 - static_cast<uint32_t>(__builtin_clzll(range));
   if (bits == 8 * kWidth) {
-    return encode_literal<kStreaming>(from, params.dtype, Shape::kInts, slab, payload);
+    return encode_literal<kStreaming>(params, elements, count, slab, payload);
   }
   store_as<uint64_t>(payload, reference);
   if (bits != 0) {
@@ -149,34 +146,27 @@ EncodedBlock encode_ints(const EncodeParams& params, const void* elements, uint3
   return {frame::kReference, units, 0, static_cast<uint8_t>(bits), 0};
 }
 
-template <Dtype kDtypeOfWidth, bool kStreaming>
-bool decode_ints(void* out, const uint8_t* slab, const uint8_t* payload, uint32_t mode,
-                 uint32_t units, uint8_t center, bool) {
-  constexpr uint32_t kWidth = frame::width_of(kDtypeOfWidth);
-  if constexpr (kStreaming) {
-    if (!is_line_aligned(out)) {
-      return decode_ints<kDtypeOfWidth, false>(out, slab, payload, mode, units, center, false);
-    }
+template <uint32_t kWidth, bool kStreaming>
+bool decode_ints(const DecodeParams& params, uint8_t* out, const uint8_t* slab,
+                 const uint8_t* payload, const CodedBlock& block) {
+  if (block.mode == frame::kLiteral) {
+    return decode_literal<kStreaming>(params, out, slab, payload, block);
   }
-  auto* to = static_cast<uint8_t*>(out);
-  if (mode == frame::kLiteral) {
-    return decode_literal<kStreaming>(to, kDtypeOfWidth, Shape::kInts, slab, payload, units);
-  }
-  const uint32_t bits = center;
-  if (bits >= 8 * kWidth || units != units_of_bytes(kReferenceBytes + kPlane1Bytes * bits)) {
+  const uint32_t bits = block.center;
+  if (bits >= 8 * kWidth || block.units != units_of_bytes(kReferenceBytes + kPlane1Bytes * bits)) {
     return false;
   }
   const auto reference = load_as<uint64_t>(payload);
   for_planes<kWidth>(bits, [&]<uint32_t kPlanes>() {
-    decode_offsets<kWidth, kPlanes, kStreaming>(to, reference, bits, payload + kReferenceBytes);
+    decode_offsets<kWidth, kPlanes, kStreaming>(out, reference, bits, payload + kReferenceBytes);
   });
   return true;
 }
 
 // --- Bits and raw ------------------------------------------------------------------------------
 
-EncodedBlock encode_bits(const EncodeParams& params, const void* elements, uint32_t, uint8_t* slab,
-                         uint8_t* payload) {
+EncodedBlock encode_bits(const EncodeParams& params, const void* elements, uint32_t count,
+                         uint8_t* slab, uint8_t* payload) {
   const auto* from = static_cast<const uint8_t*>(elements);
   Bitmap bitmap;
   Vector all{};
@@ -186,7 +176,7 @@ EncodedBlock encode_bits(const EncodeParams& params, const void* elements, uint3
     store_mask(bitmap.byte + kLanes / 8 * i, mask_of(nonzero(bytes)));
   }
   if (any(mask_of(less(broadcast(1), all)))) {
-    return encode_literal<false>(from, params.dtype, Shape::kBits, slab, payload);
+    return encode_literal<false>(params, elements, count, slab, payload);
   }
   bool packed;
   uint8_t* end = encode_bitmap(bitmap, payload, packed);
@@ -195,44 +185,22 @@ EncodedBlock encode_bits(const EncodeParams& params, const void* elements, uint3
 }
 
 template <bool kStreaming>
-bool decode_bits(void* out, const uint8_t* slab, const uint8_t* payload, uint32_t mode,
-                 uint32_t units, uint8_t center, bool packed) {
-  if constexpr (kStreaming) {
-    if (!is_line_aligned(out)) {
-      return decode_bits<false>(out, slab, payload, mode, units, center, packed);
-    }
+bool decode_bits(const DecodeParams& params, uint8_t* out, const uint8_t* slab,
+                 const uint8_t* payload, const CodedBlock& block) {
+  if (block.mode == frame::kLiteral) {
+    return decode_literal<kStreaming>(params, out, slab, payload, block);
   }
-  auto* to = static_cast<uint8_t*>(out);
-  if (mode == frame::kLiteral) {
-    return decode_literal<kStreaming>(to, Dtype::kBits8, Shape::kBits, slab, payload, units);
-  }
-  const uint8_t* end = payload + units * frame::kUnitBytes;
+  const uint8_t* end = payload + block.units * frame::kUnitBytes;
   Bitmap bitmap;
-  const uint8_t* last = decode_bitmap(bitmap, packed, payload, end);
+  const uint8_t* last = decode_bitmap(bitmap, block.packed, payload, end);
   if (last == nullptr || end - last >= frame::kUnitBytes) {
     return false;
   }
   for (uint32_t i = 0; i < kVectors; ++i) {
-    store_line<kStreaming>(to + kLanes * i,
+    store_line<kStreaming>(out + kLanes * i,
                            only(load_lanes(bitmap.byte + kLanes / 8 * i), broadcast(1)));
   }
   return true;
-}
-
-template <bool kStreaming>
-EncodedBlock encode_raw(const EncodeParams& params, const void* elements, uint32_t, uint8_t* slab,
-                        uint8_t* payload) {
-  return encode_literal<kStreaming>(static_cast<const uint8_t*>(elements), params.dtype,
-                                    Shape::kRaw, slab, payload);
-}
-
-template <Dtype kDtypeOfWidth, bool kStreaming>
-bool decode_raw(void* out, const uint8_t* slab, const uint8_t* payload, uint32_t, uint32_t units,
-                uint8_t, bool) {
-  auto* to = static_cast<uint8_t*>(out);
-  return kStreaming && is_line_aligned(out)
-             ? decode_literal<true>(to, kDtypeOfWidth, Shape::kRaw, slab, payload, units)
-             : decode_literal<false>(to, kDtypeOfWidth, Shape::kRaw, slab, payload, units);
 }
 
 }  // namespace
@@ -240,36 +208,35 @@ bool decode_raw(void* out, const uint8_t* slab, const uint8_t* payload, uint32_t
 EncodeBlocks ints_encoder(const EncodeParams& params) {
   const bool is_signed = frame::is_signed(params.dtype);
   return for_width<EncodeBlocks>(
-      params.dtype, params.streaming, [&]<Dtype kDtype, bool kStreaming>() -> EncodeBlocks {
-        using Bits = UnsignedOf<frame::width_of(kDtype)>;
+      params.dtype, params.streaming, [&]<uint32_t kWidth, bool kStreaming>() -> EncodeBlocks {
+        using Bits = UnsignedOf<kWidth>;
         return is_signed ? &encode_one_by_one<encode_ints<std::make_signed_t<Bits>, kStreaming>>
                          : &encode_one_by_one<encode_ints<Bits, kStreaming>>;
       });
 }
 
-DecodeBlock ints_decoder(Dtype dtype, bool streaming) {
-  return for_width<DecodeBlock>(dtype, streaming,
-                                []<Dtype kDtype, bool kStreaming>() -> DecodeBlock {
-                                  return &decode_ints<kDtype, kStreaming>;
-                                });
+DecodeBlocks ints_decoder(const DecodeParams& params) {
+  return for_width<DecodeBlocks>(params.dtype, params.streaming,
+                                 []<uint32_t kWidth, bool kStreaming>() -> DecodeBlocks {
+                                   return &decode_one_by_one<decode_ints<kWidth, kStreaming>>;
+                                 });
 }
 
 EncodeBlocks bits_encoder(const EncodeParams&) { return &encode_one_by_one<encode_bits>; }
 
-DecodeBlock bits_decoder(bool streaming) {
-  return streaming ? &decode_bits<true> : &decode_bits<false>;
+DecodeBlocks bits_decoder(const DecodeParams& params) {
+  return params.streaming ? &decode_one_by_one<decode_bits<true>>
+                          : &decode_one_by_one<decode_bits<false>>;
 }
 
 EncodeBlocks raw_encoder(const EncodeParams& params) {
-  return params.streaming ? &encode_one_by_one<encode_raw<true>>
-                          : &encode_one_by_one<encode_raw<false>>;
+  return params.streaming ? &encode_one_by_one<encode_literal<true>>
+                          : &encode_one_by_one<encode_literal<false>>;
 }
 
-DecodeBlock raw_decoder(Dtype dtype, bool streaming) {
-  return for_width<DecodeBlock>(dtype, streaming,
-                                []<Dtype kDtype, bool kStreaming>() -> DecodeBlock {
-                                  return &decode_raw<kDtype, kStreaming>;
-                                });
+DecodeBlocks raw_decoder(const DecodeParams& params) {
+  return params.streaming ? &decode_one_by_one<decode_literal<true>>
+                          : &decode_one_by_one<decode_literal<false>>;
 }
 
 // Words stand in pairs in 64-bit lanes: the even ones weigh 1, 5, 9, ..., the odd ones 2 more.

@@ -8,22 +8,22 @@ MEMSWAP_VECTOR_BEGIN
 namespace memswap::cpu::MEMSWAP_ISA {
 namespace {
 template <bool kStreaming>
-inline EncodedBlock encode_literal(const uint8_t* elements, frame::Dtype dtype, frame::Shape shape,
+inline EncodedBlock encode_literal(const EncodeParams& params, const void* elements, uint32_t,
                                    uint8_t* slab, uint8_t* payload) {
-  const uint32_t slab_bytes = frame::slab_bytes(dtype, shape);
-  const uint32_t rest_bytes = frame::kBlockElements * frame::width_of(dtype) - slab_bytes;
-  copy_lines<kStreaming>(slab, elements, slab_bytes);
-  copy_lines<false>(payload, elements + slab_bytes, rest_bytes);
+  const uint32_t slab_bytes = frame::slab_bytes(params.dtype, params.shape);
+  const uint32_t rest_bytes = frame::kBlockElements * frame::width_of(params.dtype) - slab_bytes;
+  const auto* from = static_cast<const uint8_t*>(elements);
+  copy_lines<kStreaming>(slab, from, slab_bytes);
+  copy_lines<false>(payload, from + slab_bytes, rest_bytes);
   return {frame::kLiteral, rest_bytes / frame::kUnitBytes, 0, 0, 0};
 }
 
-// With kStreaming, `out` is a multiple of 64.
 template <bool kStreaming>
-inline bool decode_literal(uint8_t* out, frame::Dtype dtype, frame::Shape shape,
-                           const uint8_t* slab, const uint8_t* payload, uint32_t units) {
-  const uint32_t slab_bytes = frame::slab_bytes(dtype, shape);
-  const uint32_t rest_bytes = frame::kBlockElements * frame::width_of(dtype) - slab_bytes;
-  if (units * frame::kUnitBytes != rest_bytes) {
+inline bool decode_literal(const DecodeParams& params, uint8_t* out, const uint8_t* slab,
+                           const uint8_t* payload, const CodedBlock& block) {
+  const uint32_t slab_bytes = frame::slab_bytes(params.dtype, params.shape);
+  const uint32_t rest_bytes = frame::kBlockElements * frame::width_of(params.dtype) - slab_bytes;
+  if (block.units * frame::kUnitBytes != rest_bytes) {
     return false;
   }
   copy_lines<kStreaming>(out, slab, slab_bytes);

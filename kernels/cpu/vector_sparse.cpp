@@ -215,7 +215,7 @@ EncodedBlock encode_sparse(const EncodeParams& params, const void* elements, uin
   const uint32_t units = units_of_bytes(bitmap_bytes + live * Type::kBytePlanes +
                                         Rest::bytes(live) + code_bytes + sign_bytes + escape_bytes);
   if (units >= frame::max_payload_units(kDtype, Shape::kSparse)) {
-    EncodedBlock literal = encode_literal<false>(from, kDtype, Shape::kSparse, slab, payload);
+    EncodedBlock literal = encode_literal<false>(params, elements, count, slab, payload);
     literal.zeros = zeros - missing_zeros;
     return literal;
   }

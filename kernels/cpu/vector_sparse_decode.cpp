@@ -10,7 +10,6 @@ namespace memswap::cpu::MEMSWAP_ISA {
 namespace {
 
 using frame::Dtype;
-using frame::Shape;
 
 // Where a block's streams are.
 struct Streams {
@@ -30,11 +29,10 @@ struct Streams {
 
 // False if the payload ends before its streams; escapes are not looked at yet.
 template <Dtype kDtype>
-inline bool find_streams(Streams& streams, const uint8_t* payload, uint32_t mode, uint32_t units,
-                         bool packed) {
+inline bool find_streams(Streams& streams, const uint8_t* payload, const CodedBlock& block) {
   using Type = Float<kDtype>;
-  streams.end = payload + units * frame::kUnitBytes;
-  const uint8_t* at = decode_bitmap(streams.bitmap, packed, payload, streams.end);
+  streams.end = payload + block.units * frame::kUnitBytes;
+  const uint8_t* at = decode_bitmap(streams.bitmap, block.packed, payload, streams.end);
   if (at == nullptr) {
     return false;
   }
@@ -44,7 +42,7 @@ inline bool find_streams(Streams& streams, const uint8_t* payload, uint32_t mode
       Type::kRestBits == 0 ? 0 : bytes_of_bits((Type::kRestBits == 4 ? 4 : 2) * live);
   const uint32_t second_bytes = Type::kRestBits == 3 ? bytes_of_bits(live) : 0;
   const uint32_t code_bytes = bytes_of_bits(2 * live);
-  const bool has_signs = mode == frame::kSignedZeros;
+  const bool has_signs = block.mode == frame::kSignedZeros;
   const uint32_t sign_bytes = has_signs ? bytes_of_bits(frame::kBlockElements - live) : 0;
   if (plane_bytes + first_bytes + second_bytes + code_bytes + sign_bytes >
       static_cast<size_t>(streams.end - at)) {
@@ -86,22 +84,20 @@ class SparseDecoder {
   explicit SparseDecoder(uint8_t* out) : out_(out) {}
 
   // As DecodeBlocks.
-  bool run(const uint8_t* slabs, const uint8_t* payloads, const frame::Record& record,
-           uint32_t blocks) {
-    for (uint32_t round = 0; round < blocks + 2; ++round) {
+  bool run(const DecodeParams& params, const uint8_t* slabs, const uint8_t* payloads,
+           const CodedBlock* blocks, uint32_t count) {
+    for (uint32_t round = 0; round < count + 2; ++round) {
       // Blocks before the first have numbers beyond the last: they wrap around.
-      if (round < blocks) {
-        const uint16_t block = record.block[round];
-        const uint32_t units = frame::Record::units(block);
-        if (!read(round, slabs, payloads, block, units, record.center[round])) {
+      if (round < count) {
+        if (!read(params, round, slabs, payloads, blocks[round])) {
           return false;
         }
-        payloads += units * frame::kUnitBytes;
+        payloads += blocks[round].units * frame::kUnitBytes;
       }
-      if (round - 1 < blocks) {
+      if (round - 1 < count) {
         join_tops(round - 1);
       }
-      if (round - 2 < blocks) {
+      if (round - 2 < count) {
         write(round - 2);
       }
     }
@@ -110,23 +106,22 @@ class SparseDecoder {
 
  private:
   // The block's streams, and its escapes in a row. A literal block is decoded, and has no streams.
-  bool read(uint32_t b, const uint8_t* slab, const uint8_t* payload, uint16_t block, uint32_t units,
-            uint8_t center) {
-    for (uint32_t i = 0; i < units * frame::kUnitBytes; i += kLanes) {
+  bool read(const DecodeParams& params, uint32_t b, const uint8_t* slab, const uint8_t* payload,
+            const CodedBlock& block) {
+    for (uint32_t i = 0; i < block.units * frame::kUnitBytes; i += kLanes) {
       prefetch(payload + i, kPrefetchShortBytes);
     }
     Streams& streams = streams_[b];
-    const uint32_t mode = frame::Record::mode(block);
-    streams.literal = mode == frame::kLiteral;
+    streams.literal = block.mode == frame::kLiteral;
     if (streams.literal) {
-      return decode_literal<kStreaming>(output(b), kDtype, Shape::kSparse, slab, payload, units);
+      return decode_literal<kStreaming>(params, output(b), slab, payload, block);
     }
-    if (!find_streams<kDtype>(streams, payload, mode, units, frame::Record::packed(block))) {
+    if (!find_streams<kDtype>(streams, payload, block)) {
       return false;
     }
-    streams.center = center;
+    streams.center = block.center;
     const uint8_t* last = decode_escapes2<InRotated<kDtype>>(
-        streams.escapes, streams.end, count_zeros2(streams.codes, streams.live), center,
+        streams.escapes, streams.end, count_zeros2(streams.codes, streams.live), block.center,
         escapes_[b % 2]);
     return last != nullptr && streams.end - last < frame::kUnitBytes;
   }
@@ -211,37 +206,17 @@ class SparseDecoder {
 };
 
 template <Dtype kDtype, bool kStreaming>
-bool decode_sparse_tile(void* out, const uint8_t* slabs, const uint8_t* payloads,
-                        const frame::Record& record, uint32_t blocks) {
-  auto* to = static_cast<uint8_t*>(out);
-  if (kStreaming && !is_line_aligned(out)) {
-    return SparseDecoder<kDtype, false>(to).run(slabs, payloads, record, blocks);
-  }
-  return SparseDecoder<kDtype, kStreaming>(to).run(slabs, payloads, record, blocks);
-}
-
-template <Dtype kDtype, bool kStreaming>
-bool decode_sparse(void* out, const uint8_t* slab, const uint8_t* payload, uint32_t mode,
-                   uint32_t units, uint8_t center, bool packed) {
-  frame::Record record{};
-  record.block[0] = frame::Record::pack(mode, units, packed);
-  record.center[0] = center;
-  return decode_sparse_tile<kDtype, kStreaming>(out, slab, payload, record, 1);
+bool decode_sparse(const DecodeParams& params, uint8_t* out, const uint8_t* slabs,
+                   const uint8_t* payloads, const CodedBlock* blocks, uint32_t count) {
+  return SparseDecoder<kDtype, kStreaming>(out).run(params, slabs, payloads, blocks, count);
 }
 
 }  // namespace
 
-DecodeBlock sparse_decoder(Dtype dtype, bool streaming) {
-  return for_float<DecodeBlock>(dtype, streaming,
-                                []<Dtype kDtype, bool kStreaming>() -> DecodeBlock {
-                                  return &decode_sparse<kDtype, kStreaming>;
-                                });
-}
-
-DecodeBlocks sparse_tile_decoder(Dtype dtype, bool streaming) {
-  return for_float<DecodeBlocks>(dtype, streaming,
+DecodeBlocks sparse_decoder(const DecodeParams& params) {
+  return for_float<DecodeBlocks>(params.dtype, params.streaming,
                                  []<Dtype kDtype, bool kStreaming>() -> DecodeBlocks {
-                                   return &decode_sparse_tile<kDtype, kStreaming>;
+                                   return &decode_sparse<kDtype, kStreaming>;
                                  });
 }
 

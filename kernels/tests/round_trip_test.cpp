@@ -20,6 +20,7 @@ class RoundTrip : public CpuCodecTest {
     ASSERT_TRUE(frame.bytes == oracle.bytes) << "not the bytes of the scalar encoder";
     ASSERT_TRUE(frame.overflow == oracle.overflow) << "not the scalar encoder's payloads";
     expect_round_trip(scalar(), frame, tensor);
+    expect_round_trip(codec(), frame, tensor, true);
   }
 
   // The profiles of a shape, with centres that fit and that do not.
@@ -90,7 +91,8 @@ TEST_P(RoundTrip, EveryLengthOfTheLastBlockComesBack) {
   }
 }
 
-// What is larger than the caches takes other stores (block.h, `streaming`).
+// What is larger than the caches takes other stores, and what is aligned to lines as well (block.h,
+// `streaming`).
 TEST_P(RoundTrip, TensorsLargerThanTheCachesComeBack) {
   for (const Dtype dtype : {Dtype::kBf16, Dtype::kFp32, Dtype::kUint8}) {
     const uint64_t elements =

@@ -80,12 +80,12 @@ class GuardedBuffer {
   std::unique_ptr<uint8_t, Free> memory_;
 };
 
-// Elements at an address that is aligned to their width and no further.
+// Elements at an address that is aligned to their width, and no further if not wanted.
 struct Tensor {
-  Tensor(Dtype dtype, uint64_t elements)
+  Tensor(Dtype dtype, uint64_t elements, bool aligned = false)
       : dtype(dtype),
         elements(elements),
-        buffer(elements * frame::width_of(dtype), frame::width_of(dtype)) {}
+        buffer(elements * frame::width_of(dtype), aligned ? 0 : frame::width_of(dtype)) {}
   Tensor(Pattern pattern, Dtype dtype, uint64_t seed, uint64_t elements) : Tensor(dtype, elements) {
     fill(pattern, dtype, seed, 0, elements, buffer.data());
   }
@@ -188,9 +188,9 @@ inline uint32_t decode(const memswap_codec& codec, const Frame& frame, Tensor* o
   return status;
 }
 
-inline void expect_round_trip(const memswap_codec& codec, const Frame& frame,
-                              const Tensor& tensor) {
-  Tensor output(tensor.dtype, tensor.elements);
+inline void expect_round_trip(const memswap_codec& codec, const Frame& frame, const Tensor& tensor,
+                              bool aligned = false) {
+  Tensor output(tensor.dtype, tensor.elements, aligned);
   ASSERT_EQ(decode(codec, frame, &output), frame::kOk);
   ASSERT_TRUE(output.buffer == tensor.buffer) << "the decoded tensor is another one";
 }
