@@ -19,7 +19,17 @@ constexpr uint8_t distance(uint8_t center, uint8_t exponent) {
   return static_cast<uint8_t>(center - exponent);
 }
 
-// Escapes of 4 bits.
+constexpr uint32_t lq2_code(uint8_t v) { return v >= 1 && v <= 3 ? v : kEscape; }
+constexpr uint32_t lq3_code(uint8_t v) { return v >= 1 && v <= 7 ? v : kEscape; }
+
+// S1 of LQ2, 2 bits.
+inline constexpr uint32_t kDeeper = 3;  // S2 has more
+constexpr uint32_t lq2_first(uint8_t v) { return v == 0 ? 0 : v == 4 ? 1 : v == 5 ? 2 : kDeeper; }
+constexpr uint8_t distance_of_first(uint32_t symbol) {
+  return static_cast<uint8_t>(symbol == 0 ? 0 : symbol + 3);
+}
+
+// S2 of LQ2 and S1 of LQ3, 4 bits.
 inline constexpr uint32_t kZeroNibble = 14;
 inline constexpr uint32_t kByteNibble = 15;
 constexpr uint32_t nibble_of(const frame::NibbleCode& code, uint8_t v, uint8_t exponent) {
@@ -34,43 +44,6 @@ constexpr uint8_t distance_of_nibble(const frame::NibbleCode& code, uint32_t nib
                               : nibble == 12 ? code.twelve
                                              : code.thirteen);
 }
-
-struct Lq2 {
-  static constexpr uint32_t code(uint8_t v) { return v >= 1 && v <= 3 ? v : kEscape; }
-
-  // S1, 2 bits.
-  static constexpr uint32_t kFirstEscape = 3;
-  static constexpr uint32_t first(uint8_t v) {
-    return v == 0 ? 0 : v == 4 ? 1 : v == 5 ? 2 : kFirstEscape;
-  }
-  static constexpr uint8_t distance_of_first(uint32_t symbol) {
-    return static_cast<uint8_t>(symbol == 0 ? 0 : symbol + 3);
-  }
-
-  // S2, 4 bits.
-  static constexpr uint32_t kSecondZero = kZeroNibble;
-  static constexpr uint32_t kSecondEscape = kByteNibble;
-  static constexpr uint32_t second(uint8_t v, uint8_t exponent) {
-    return nibble_of(frame::kLq2Nibbles, v, exponent);
-  }
-  static constexpr uint8_t distance_of_second(uint32_t symbol) {
-    return distance_of_nibble(frame::kLq2Nibbles, symbol);
-  }
-};
-
-struct Lq3 {
-  static constexpr uint32_t code(uint8_t v) { return v >= 1 && v <= 7 ? v : kEscape; }
-
-  // S1, 4 bits.
-  static constexpr uint32_t kFirstZero = kZeroNibble;
-  static constexpr uint32_t kFirstEscape = kByteNibble;
-  static constexpr uint32_t first(uint8_t v, uint8_t exponent) {
-    return nibble_of(frame::kLq3Nibbles, v, exponent);
-  }
-  static constexpr uint8_t distance_of_first(uint32_t symbol) {
-    return distance_of_nibble(frame::kLq3Nibbles, symbol);
-  }
-};
 
 // What the canonical centres are computed from: exponents that are not 0.
 struct Distances {
@@ -148,52 +121,82 @@ inline Centers canonical_centers(const uint8_t* exponents, uint32_t count, uint3
   return {center(canonical::kLq2Eighths), center(canonical::kLq3Eighths), crowded};
 }
 
-// Bytes of S1, S2 and the E bytes.
-inline uint32_t lq2_escape_bytes(const uint8_t* exponents, uint32_t count, uint8_t center) {
-  uint32_t first = 0;
-  uint32_t second = 0;
-  uint32_t bytes = 0;
+// The exponents whose distances are chosen, in a row. Returns how many.
+template <typename Chosen>
+uint32_t choose(uint8_t* row, const uint8_t* exponents, uint32_t count, uint8_t center,
+                Chosen chosen) {
+  uint32_t chosen_count = 0;
   for (uint32_t i = 0; i < count; ++i) {
-    const uint8_t v = distance(center, exponents[i]);
-    if (Lq2::code(v) == kEscape) {
-      ++first;
-      if (Lq2::first(v) == Lq2::kFirstEscape) {
-        ++second;
-        bytes += Lq2::second(v, exponents[i]) == Lq2::kSecondEscape;
-      }
+    if (chosen(distance(center, exponents[i]))) {
+      row[chosen_count++] = exponents[i];
     }
   }
-  return bytes_of_bits(2 * first) + bytes_of_bits(4 * second) + bytes;
+  return chosen_count;
 }
 
+// A nibble for each exponent, then a byte E for each kByteNibble. Returns the end.
+inline uint8_t* put_nibbles(uint8_t* out, const frame::NibbleCode& code, const uint8_t* exponents,
+                            uint32_t count, uint8_t center) {
+  StreamWriter nibbles(out);
+  uint8_t* bytes = out + bytes_of_bits(4 * count);
+  for (uint32_t i = 0; i < count; ++i) {
+    const uint32_t nibble = nibble_of(code, distance(center, exponents[i]), exponents[i]);
+    nibbles.put(nibble, 4);
+    if (nibble == kByteNibble) {
+      *bytes++ = exponents[i];
+    }
+  }
+  nibbles.finish();
+  return bytes;
+}
+
+// The reverse. False if the payload ends before they do.
+inline bool get_nibbles(PayloadReader& payload, const frame::NibbleCode& code, uint32_t count,
+                        uint8_t center, uint8_t* exponents) {
+  const uint8_t* nibbles = payload.take_stream(count, 4);
+  if (nibbles == nullptr) {
+    return false;
+  }
+  for (uint32_t i = 0; i < count; ++i) {
+    const uint32_t nibble = stream_symbol(nibbles, i, 4);
+    if (nibble == kByteNibble) {
+      const uint8_t* byte = payload.take(1);
+      if (byte == nullptr) {
+        return false;
+      }
+      exponents[i] = *byte;
+    } else {
+      exponents[i] =
+          nibble == kZeroNibble ? uint8_t{0} : distance(center, distance_of_nibble(code, nibble));
+    }
+  }
+  return true;
+}
+
+// What these write at most: all symbols escape, and escape again.
+inline constexpr uint32_t kMaxEscapeBytes = kElements / 8 * (2 + 4 + 8);
+
+// S1, S2 and the E bytes of LQ2. Returns the end.
 inline uint8_t* put_lq2_escapes(uint8_t* out, const uint8_t* exponents, uint32_t count,
                                 uint8_t center) {
-  const auto for_each_escape = [&](auto visit) {
-    for (uint32_t i = 0; i < count; ++i) {
-      const uint8_t v = distance(center, exponents[i]);
-      if (Lq2::code(v) == kEscape) {
-        visit(v, exponents[i]);
-      }
-    }
-  };
+  uint8_t escapes[kElements], deeper[kElements];
+  const uint32_t escape_count =
+      choose(escapes, exponents, count, center, [](uint8_t v) { return lq2_code(v) == kEscape; });
+  const uint32_t deeper_count = choose(deeper, escapes, escape_count, center,
+                                       [](uint8_t v) { return lq2_first(v) == kDeeper; });
   StreamWriter first(out);
-  for_each_escape([&](uint8_t v, uint8_t) { first.put(Lq2::first(v), 2); });
-  StreamWriter second(first.finish());
-  for_each_escape([&](uint8_t v, uint8_t exponent) {
-    if (Lq2::first(v) == Lq2::kFirstEscape) {
-      second.put(Lq2::second(v, exponent), 4);
-    }
-  });
-  out = second.finish();
-  for_each_escape([&](uint8_t v, uint8_t exponent) {
-    if (Lq2::first(v) == Lq2::kFirstEscape && Lq2::second(v, exponent) == Lq2::kSecondEscape) {
-      *out++ = exponent;
-    }
-  });
-  return out;
+  for (uint32_t i = 0; i < escape_count; ++i) {
+    first.put(lq2_first(distance(center, escapes[i])), 2);
+  }
+  return put_nibbles(first.finish(), frame::kLq2Nibbles, deeper, deeper_count, center);
 }
 
-// Reads S1, S2 and the E bytes and writes all exponents. False if the payload ends before they do.
+inline uint32_t lq2_escape_bytes(const uint8_t* exponents, uint32_t count, uint8_t center) {
+  uint8_t escapes[kMaxEscapeBytes];
+  return static_cast<uint32_t>(put_lq2_escapes(escapes, exponents, count, center) - escapes);
+}
+
+// Reads them and writes all exponents. False if the payload ends before they do.
 inline bool get_lq2_exponents(PayloadReader& payload, const uint8_t* codes, uint32_t count,
                               uint8_t center, uint8_t* exponents) {
   const auto escapes = static_cast<uint32_t>(std::count(codes, codes + count, kEscape));
@@ -201,103 +204,51 @@ inline bool get_lq2_exponents(PayloadReader& payload, const uint8_t* codes, uint
   if (first == nullptr) {
     return false;
   }
-  uint32_t seconds = 0;
+  uint32_t deeper_count = 0;
   for (uint32_t i = 0; i < escapes; ++i) {
-    seconds += stream_symbol(first, i, 2) == Lq2::kFirstEscape;
+    deeper_count += stream_symbol(first, i, 2) == kDeeper;
   }
-  const uint8_t* second = payload.take_stream(seconds, 4);
-  if (second == nullptr) {
+  uint8_t deeper[kElements];
+  if (!get_nibbles(payload, frame::kLq2Nibbles, deeper_count, center, deeper)) {
     return false;
   }
-  uint32_t explicit_bytes = 0;
-  for (uint32_t i = 0; i < seconds; ++i) {
-    explicit_bytes += stream_symbol(second, i, 4) == Lq2::kSecondEscape;
-  }
-  const uint8_t* bytes = payload.take(explicit_bytes);
-  if (bytes == nullptr) {
-    return false;
-  }
-  uint32_t next_first = 0;
-  uint32_t next_second = 0;
+  uint32_t next_first = 0, next_deeper = 0;
   for (uint32_t i = 0; i < count; ++i) {
     if (codes[i] != kEscape) {
-      exponents[i] = static_cast<uint8_t>(center - codes[i]);
+      exponents[i] = distance(center, codes[i]);
       continue;
     }
     const uint32_t one = stream_symbol(first, next_first++, 2);
-    if (one != Lq2::kFirstEscape) {
-      exponents[i] = static_cast<uint8_t>(center - Lq2::distance_of_first(one));
-      continue;
-    }
-    const uint32_t two = stream_symbol(second, next_second++, 4);
-    exponents[i] = two == Lq2::kSecondEscape ? *bytes++
-                   : two == Lq2::kSecondZero
-                       ? uint8_t{0}
-                       : static_cast<uint8_t>(center - Lq2::distance_of_second(two));
+    exponents[i] =
+        one == kDeeper ? deeper[next_deeper++] : distance(center, distance_of_first(one));
   }
   return true;
 }
 
-inline uint32_t lq3_escape_bytes(const uint8_t* exponents, uint32_t count, uint8_t center) {
-  uint32_t first = 0;
-  uint32_t bytes = 0;
-  for (uint32_t i = 0; i < count; ++i) {
-    const uint8_t v = distance(center, exponents[i]);
-    if (Lq3::code(v) == kEscape) {
-      ++first;
-      bytes += Lq3::first(v, exponents[i]) == Lq3::kFirstEscape;
-    }
-  }
-  return bytes_of_bits(4 * first) + bytes;
-}
-
+// The same of LQ3.
 inline uint8_t* put_lq3_escapes(uint8_t* out, const uint8_t* exponents, uint32_t count,
                                 uint8_t center) {
-  const auto for_each_escape = [&](auto visit) {
-    for (uint32_t i = 0; i < count; ++i) {
-      const uint8_t v = distance(center, exponents[i]);
-      if (Lq3::code(v) == kEscape) {
-        visit(Lq3::first(v, exponents[i]), exponents[i]);
-      }
-    }
-  };
-  StreamWriter first(out);
-  for_each_escape([&](uint32_t symbol, uint8_t) { first.put(symbol, 4); });
-  out = first.finish();
-  for_each_escape([&](uint32_t symbol, uint8_t exponent) {
-    if (symbol == Lq3::kFirstEscape) {
-      *out++ = exponent;
-    }
-  });
-  return out;
+  uint8_t escapes[kElements];
+  const uint32_t escape_count =
+      choose(escapes, exponents, count, center, [](uint8_t v) { return lq3_code(v) == kEscape; });
+  return put_nibbles(out, frame::kLq3Nibbles, escapes, escape_count, center);
+}
+
+inline uint32_t lq3_escape_bytes(const uint8_t* exponents, uint32_t count, uint8_t center) {
+  uint8_t escapes[kMaxEscapeBytes];
+  return static_cast<uint32_t>(put_lq3_escapes(escapes, exponents, count, center) - escapes);
 }
 
 inline bool get_lq3_exponents(PayloadReader& payload, const uint8_t* codes, uint32_t count,
                               uint8_t center, uint8_t* exponents) {
-  const auto escapes = static_cast<uint32_t>(std::count(codes, codes + count, kEscape));
-  const uint8_t* first = payload.take_stream(escapes, 4);
-  if (first == nullptr) {
+  const auto escape_count = static_cast<uint32_t>(std::count(codes, codes + count, kEscape));
+  uint8_t escapes[kElements];
+  if (!get_nibbles(payload, frame::kLq3Nibbles, escape_count, center, escapes)) {
     return false;
   }
-  uint32_t explicit_bytes = 0;
-  for (uint32_t i = 0; i < escapes; ++i) {
-    explicit_bytes += stream_symbol(first, i, 4) == Lq3::kFirstEscape;
-  }
-  const uint8_t* bytes = payload.take(explicit_bytes);
-  if (bytes == nullptr) {
-    return false;
-  }
-  uint32_t next_first = 0;
+  uint32_t next_escape = 0;
   for (uint32_t i = 0; i < count; ++i) {
-    if (codes[i] != kEscape) {
-      exponents[i] = static_cast<uint8_t>(center - codes[i]);
-      continue;
-    }
-    const uint32_t one = stream_symbol(first, next_first++, 4);
-    exponents[i] = one == Lq3::kFirstEscape ? *bytes++
-                   : one == Lq3::kFirstZero
-                       ? uint8_t{0}
-                       : static_cast<uint8_t>(center - Lq3::distance_of_first(one));
+    exponents[i] = codes[i] != kEscape ? distance(center, codes[i]) : escapes[next_escape++];
   }
   return true;
 }

@@ -50,8 +50,8 @@ void put_exponents(const Choice& choice, const uint8_t* exponents, uint8_t* low_
   uint8_t* end = payload;
   for (uint32_t e = 0; e < kElements; ++e) {
     const uint8_t v = distance(choice.center, exponents[e]);
-    codes[e] = static_cast<uint8_t>(choice.mode == frame::kLq2   ? Lq2::code(v)
-                                    : choice.mode == frame::kLq3 ? Lq3::code(v)
+    codes[e] = static_cast<uint8_t>(choice.mode == frame::kLq2   ? lq2_code(v)
+                                    : choice.mode == frame::kLq3 ? lq3_code(v)
                                                                  : v);
   }
   put_planes(low_plane, codes, 0, 2);

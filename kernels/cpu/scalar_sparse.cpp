@@ -67,7 +67,7 @@ EncodedBlock encode_sparse(const EncodeParams& params, const void* elements, uin
   });
   StreamWriter codes(end);
   for (uint32_t i = 0; i < survivor_count; ++i) {
-    codes.put(Lq2::code(distance(center, exponents[i])), 2);
+    codes.put(lq2_code(distance(center, exponents[i])), 2);
   }
   end = codes.finish();
   if (has_negative_zero) {
