@@ -2,9 +2,18 @@
 // instruction set.
 #pragma once
 
+#include <stdint.h>
+
+#include <type_traits>
+
 #include "memswap/frame.h"
 
 namespace memswap::cpu {
+
+template <uint32_t kWidth>
+using UnsignedOf = std::conditional_t<
+    kWidth == 1, uint8_t,
+    std::conditional_t<kWidth == 2, uint16_t, std::conditional_t<kWidth == 4, uint32_t, uint64_t>>>;
 
 // Calls visit with the dtype as a constant; NULL where it is no float.
 template <typename Function, typename Visit>

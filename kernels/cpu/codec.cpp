@@ -3,6 +3,8 @@
 
 #include <string.h>
 
+#include <initializer_list>
+
 #include "memswap/arguments.h"
 #include "memswap/cpu.h"
 
@@ -49,9 +51,6 @@ const memswap_codec* codec() {
 }
 
 const memswap_codec* codec_of(Isa isa) {
-  if (blocks_of(isa) == nullptr) {
-    return nullptr;
-  }
   switch (isa) {
     case Isa::kScalar:
       return codec<Isa::kScalar>();
@@ -69,15 +68,10 @@ const memswap_codec* codec_of(Isa isa) {
 
 const memswap_codec* memswap_codec_cpu_with(const char* instruction_set) {
   using namespace memswap::cpu;
-  struct Name {
-    const char* name;
-    Isa isa;
-  };
-  static constexpr Name kNames[] = {
-      {"scalar", Isa::kScalar}, {"vector", Isa::kVector}, {"avx512", Isa::kAvx512}};
-  for (const Name& known : kNames) {
-    if (strcmp(instruction_set, known.name) == 0) {
-      return codec_of(known.isa);
+  for (const Isa isa : {Isa::kScalar, Isa::kVector, Isa::kAvx512}) {
+    const BlockCodec* const blocks = blocks_of(isa);
+    if (blocks != nullptr && strcmp(blocks->name, instruction_set) == 0) {
+      return codec_of(isa);
     }
   }
   return nullptr;

@@ -142,10 +142,7 @@ int decode_frames(const BlockCodec& blocks, const memswap_decode_job* jobs, size
       blocks, jobs, count, launch, [](FrameDecoder& frame, uint32_t chunk, Workspace& workspace) {
         frame.decode_chunk(chunk, workspace);
       });
-  if (frames == nullptr) {
-    return kOutOfMemory;
-  }
-  return MEMSWAP_CODEC_OK;
+  return frames == nullptr ? kOutOfMemory : MEMSWAP_CODEC_OK;
 }
 
 }  // namespace memswap::cpu

@@ -5,22 +5,14 @@
 #include <string.h>
 
 #include <bit>
-#include <type_traits>
 
-#include "memswap/frame.h"
+#include "by_dtype.h"
 
 namespace memswap::cpu::scalar {
 
-// clang-format off
-template <uint32_t width>
-using BitsOfWidth = std::conditional_t<width == 1, uint8_t,
-                    std::conditional_t<width == 2, uint16_t,
-                    std::conditional_t<width == 4, uint32_t, uint64_t>>>;
-// clang-format on
-
 template <frame::Dtype dtype>
 struct Float {
-  using Bits = BitsOfWidth<frame::width_of(dtype)>;
+  using Bits = UnsignedOf<frame::width_of(dtype)>;
   static constexpr uint32_t kExponentBits = frame::split_of(dtype).exponent_bits;
   static constexpr uint32_t kRestBits = 8 * sizeof(Bits) - kExponentBits;
   static_assert(kExponentBits != 0);

@@ -69,7 +69,7 @@ bool decode_ints(const DecodeParams& params, uint8_t* out, const uint8_t* slab,
 
 EncodeBlocks ints_encoder(Dtype dtype) {
   return for_width<EncodeBlocks>(dtype, [&]<uint32_t width>() {
-    using Bits = BitsOfWidth<width>;
+    using Bits = UnsignedOf<width>;
     return frame::is_signed(dtype) ? &encode_one_by_one<encode_ints<std::make_signed_t<Bits>>>
                                    : &encode_one_by_one<encode_ints<Bits>>;
   });
@@ -77,7 +77,7 @@ EncodeBlocks ints_encoder(Dtype dtype) {
 
 DecodeBlocks ints_decoder(Dtype dtype) {
   return for_width<DecodeBlocks>(
-      dtype, []<uint32_t width>() { return &decode_one_by_one<decode_ints<BitsOfWidth<width>>>; });
+      dtype, []<uint32_t width>() { return &decode_one_by_one<decode_ints<UnsignedOf<width>>>; });
 }
 
 EncodedBlock encode_bits(const EncodeParams& params, const void* elements, uint32_t count,

@@ -35,10 +35,6 @@ inline Mask mask_of(Lanes lanes) { return lanes; }
 inline Lanes equal(Vector a, Vector b) { return _mm512_cmpeq_epi8_mask(native(a), native(b)); }
 inline Lanes less(Vector a, Vector b) { return _mm512_cmplt_epu8_mask(native(a), native(b)); }
 inline Lanes nonzero(Vector value) { return _mm512_test_epi8_mask(native(value), native(value)); }
-template <uint32_t kBits>
-inline Lanes has_none_of(Vector value) {
-  return _mm512_testn_epi8_mask(native(value), _mm512_set1_epi8(static_cast<char>(kBits)));
-}
 inline Vector only(Lanes lanes, Vector value) {
   return vector(_mm512_maskz_mov_epi8(lanes, native(value)));
 }
@@ -257,7 +253,6 @@ inline constexpr LaneChoice kHalvesLow = in_turns(2, 0), kHalvesHigh = in_turns(
 
 inline Vector even_bytes(Vector a, Vector b) { return choose(kEvenBytes, a, b); }
 inline Vector odd_bytes(Vector a, Vector b) { return choose(kOddBytes, a, b); }
-inline Vector narrow(Vector a, Vector b) { return choose(kEvenBytes, a, b); }
 inline Vector interleave_low(Vector a, Vector b) { return choose(kBytesLow, a, b); }
 inline Vector interleave_high(Vector a, Vector b) { return choose(kBytesHigh, a, b); }
 inline Vector even_words(Vector a, Vector b) { return choose(kEvenWords, a, b); }

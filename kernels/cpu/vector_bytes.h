@@ -128,7 +128,7 @@ template <uint32_t kSymbolBits, typename Function>
 
 // --- Planes of the bits from kShift on (docs/format.md section 2) --------------------------------
 
-template <uint32_t kShift, uint32_t kWidth, bool kStreaming>
+template <uint32_t kShift, uint32_t kWidth>
 inline void store_plane(uint8_t* plane, const Bytes& bytes) {
   if constexpr (kWidth == 1) {
     for (uint32_t i = 0; i < kVectors; ++i) {
@@ -145,7 +145,7 @@ inline void store_plane(uint8_t* plane, const Bytes& bytes) {
           merged |= move_bits<kShift, kWidth * kPart, kWidth>(value);
         }
       });
-      store_line<kStreaming>(plane + kLanes * i, merged);
+      store(plane + kLanes * i, merged);
     }
   }
 }
@@ -172,55 +172,31 @@ inline void add_plane(Bytes& bytes, const uint8_t* plane) {
   }
 }
 
-// A field of `bits` bits, fewer than 8, of codes from bit kShift on: in planes of 4, 2 and 1.
+// Visits the planes of a field of `bits` bits, fewer than 8, from bit kShift on: of 4, 2 and 1.
+template <uint32_t kShift, uint32_t kWidth = 4, typename Byte, typename Visit>
+[[gnu::always_inline]] inline void for_planes(Byte* planes, uint32_t bits, Visit visit) {
+  if constexpr (kWidth != 0) {
+    if ((bits & kWidth) == 0) {
+      for_planes<kShift, kWidth / 2>(planes, bits, visit);
+    } else if constexpr (kShift + kWidth <= 8) {
+      visit.template operator()<kShift, kWidth>(planes);
+      for_planes<kShift + kWidth, kWidth / 2>(planes + kWidth * kPlane1Bytes, bits, visit);
+    }
+  }
+}
+
 template <uint32_t kShift>
 inline void store_field(uint8_t* planes, const Bytes& codes, uint32_t bits) {
-  if (bits >= 4) {
-    store_plane<kShift, 4, false>(planes, codes);
-    planes += 4 * kPlane1Bytes;
-    if (bits >= 6) {
-      store_plane<kShift + 4, 2, false>(planes, codes);
-      if constexpr (kShift + 6 < 8) {
-        if (bits == 7) {
-          store_plane<kShift + 6, 1, false>(planes + 2 * kPlane1Bytes, codes);
-        }
-      }
-    } else if (bits == 5) {
-      store_plane<kShift + 4, 1, false>(planes, codes);
-    }
-  } else if (bits >= 2) {
-    store_plane<kShift, 2, false>(planes, codes);
-    if (bits == 3) {
-      store_plane<kShift + 2, 1, false>(planes + 2 * kPlane1Bytes, codes);
-    }
-  } else if (bits == 1) {
-    store_plane<kShift, 1, false>(planes, codes);
-  }
+  for_planes<kShift>(planes, bits, [&]<uint32_t kFrom, uint32_t kWidth>(uint8_t* plane) {
+    store_plane<kFrom, kWidth>(plane, codes);
+  });
 }
 // The reverse; the bits were 0.
 template <uint32_t kShift>
 inline void add_field(Bytes& codes, const uint8_t* planes, uint32_t bits) {
-  if (bits >= 4) {
-    add_plane<kShift, 4>(codes, planes);
-    planes += 4 * kPlane1Bytes;
-    if (bits >= 6) {
-      add_plane<kShift + 4, 2>(codes, planes);
-      if constexpr (kShift + 6 < 8) {
-        if (bits == 7) {
-          add_plane<kShift + 6, 1>(codes, planes + 2 * kPlane1Bytes);
-        }
-      }
-    } else if (bits == 5) {
-      add_plane<kShift + 4, 1>(codes, planes);
-    }
-  } else if (bits >= 2) {
-    add_plane<kShift, 2>(codes, planes);
-    if (bits == 3) {
-      add_plane<kShift + 2, 1>(codes, planes + 2 * kPlane1Bytes);
-    }
-  } else if (bits == 1) {
-    add_plane<kShift, 1>(codes, planes);
-  }
+  for_planes<kShift>(planes, bits, [&]<uint32_t kTo, uint32_t kWidth>(const uint8_t* plane) {
+    add_plane<kTo, kWidth>(codes, plane);
+  });
 }
 
 inline constexpr uint32_t bytes_of_bits(uint32_t bits) { return (bits + 7) / 8; }

@@ -15,6 +15,19 @@ constexpr Code code_of(uint32_t mode) {
   return mode == frame::kLq2 ? Code::kLq2 : mode == frame::kLq3 ? Code::kLq3 : Code::kFixed;
 }
 
+// Calls visit with the code as a constant.
+template <typename Visit>
+[[gnu::always_inline]] inline void for_code(Code code, Visit visit) {
+  switch (code) {
+    case Code::kLq2:
+      return visit.template operator()<Code::kLq2>();
+    case Code::kLq3:
+      return visit.template operator()<Code::kLq3>();
+    case Code::kFixed:
+      return visit.template operator()<Code::kFixed>();
+  }
+}
+
 // What of a block is not in its slab, before it is a payload.
 struct Pending {
   Escapes escapes;             // kLq2, kLq3
@@ -61,17 +74,9 @@ inline void encode_low_plane_as(const Bytes& symbols, uint8_t center, uint8_t* l
 template <uint32_t kSymbolBits, bool kStreaming>
 inline void encode_low_plane(const Bytes& symbols, const Choice& choice, uint8_t* low,
                              Pending& pending) {
-  switch (code_of(choice.mode)) {
-    case Code::kLq2:
-      return encode_low_plane_as<kSymbolBits, Code::kLq2, kStreaming>(symbols, choice.center, low,
-                                                                      pending);
-    case Code::kLq3:
-      return encode_low_plane_as<kSymbolBits, Code::kLq3, kStreaming>(symbols, choice.center, low,
-                                                                      pending);
-    case Code::kFixed:
-      return encode_low_plane_as<kSymbolBits, Code::kFixed, kStreaming>(symbols, choice.center, low,
-                                                                        pending);
-  }
+  for_code(code_of(choice.mode), [&]<Code kCode>() {
+    encode_low_plane_as<kSymbolBits, kCode, kStreaming>(symbols, choice.center, low, pending);
+  });
 }
 
 // Writes the payload. What a guessed mode costs is found on the way; false if it is too much.

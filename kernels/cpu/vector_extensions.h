@@ -15,11 +15,6 @@ using Lanes = Vector;
 inline Lanes equal(Vector a, Vector b) { return reinterpret_cast<Lanes>(a == b); }
 inline Lanes less(Vector a, Vector b) { return reinterpret_cast<Lanes>(a < b); }
 inline Lanes nonzero(Vector value) { return ~equal(value, Vector{}); }
-// Lanes in which none of these bits is set.
-template <uint32_t kBits>
-inline Lanes has_none_of(Vector value) {
-  return equal(value & static_cast<uint8_t>(kBits), Vector{});
-}
 // The vector in the chosen lanes, 0 in the others.
 inline Vector only(Lanes lanes, Vector value) { return lanes & value; }
 // One more in the chosen lanes.

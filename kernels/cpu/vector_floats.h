@@ -1,7 +1,6 @@
 // Floats as R planes and symbols E, and back (docs/format.md section 2).
 #pragma once
 
-#include "by_dtype.h"
 #include "vector_exponents.h"
 
 MEMSWAP_VECTOR_BEGIN

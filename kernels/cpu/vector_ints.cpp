@@ -1,5 +1,4 @@
 // Shapes ints, bits and raw, and the checksum, with portable vectors.
-#include "by_dtype.h"
 #include "vector.h"
 #include "vector_bitmap.h"
 #include "vector_literal.h"
@@ -106,12 +105,12 @@ inline void decode_offsets(uint8_t* out, uint64_t reference, uint32_t bits, cons
 
 // Calls visit with as many planes as bits need, as a constant: 1, 2, 4 or 8.
 template <uint32_t kWidth, typename Visit>
-inline void for_planes(uint32_t bits, Visit visit) {
+inline void for_byte_planes(uint32_t bits, Visit visit) {
   if constexpr (kWidth > 1) {
     if (bits > 4 * kWidth) {
       visit.template operator()<kWidth>();
     } else {
-      for_planes<kWidth / 2>(bits, visit);
+      for_byte_planes<kWidth / 2>(bits, visit);
     }
   } else {
     visit.template operator()<1>();
@@ -138,7 +137,7 @@ EncodedBlock encode_ints(const EncodeParams& params, const void* elements, uint3
   }
   store_as<uint64_t>(payload, reference);
   if (bits != 0) {
-    for_planes<kWidth>(bits, [&]<uint32_t kPlanes>() {
+    for_byte_planes<kWidth>(bits, [&]<uint32_t kPlanes>() {
       encode_offsets<kWidth, kPlanes>(from, reference, bits, payload + kReferenceBytes);
     });
   }
@@ -157,7 +156,7 @@ bool decode_ints(const DecodeParams& params, uint8_t* out, const uint8_t* slab,
     return false;
   }
   const auto reference = load_as<uint64_t>(payload);
-  for_planes<kWidth>(bits, [&]<uint32_t kPlanes>() {
+  for_byte_planes<kWidth>(bits, [&]<uint32_t kPlanes>() {
     decode_offsets<kWidth, kPlanes, kStreaming>(out, reference, bits, payload + kReferenceBytes);
   });
   return true;

@@ -11,9 +11,8 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#include <type_traits>
-
 #include "block.h"
+#include "by_dtype.h"
 
 // The set of instructions, and the namespace, of what includes this: that of avx512*.cpp, which
 // define MEMSWAP_VECTOR_AVX512, or else what every x86-64 of the last ten years and every aarch64
@@ -74,11 +73,6 @@ struct Elements {
 };
 
 inline constexpr uint32_t kWords = kLanes / 8;
-
-template <uint32_t kWidth>
-using UnsignedOf = std::conditional_t<
-    kWidth == 1, uint8_t,
-    std::conditional_t<kWidth == 2, uint16_t, std::conditional_t<kWidth == 4, uint32_t, uint64_t>>>;
 
 template <typename Value>
 inline Value load_as(const void* from) {
