@@ -111,6 +111,8 @@ struct DecodeParams {
   frame::Dtype dtype;
   frame::Shape shape;
   bool streaming;  // `out` is aligned to kLineBytes, and may be written around the caches
+  uint32_t slab_bytes = frame::slab_bytes(dtype, shape);  // of a block
+  uint32_t block_bytes = frame::kBlockElements * frame::width_of(dtype);
 };
 
 // What a record says of a block.
@@ -135,27 +137,28 @@ inline CodedBlock coded_block(const frame::Record& record, uint32_t i) {
 //             written completely and not beyond
 //   slabs     of the blocks, one behind the other: slab_bytes readable, 128-byte aligned
 //   payloads  as well: 8-byte aligned; kSlackBytes are readable behind the last
-//   blocks    of them
+//   record    the tile's, of which these are blocks first .. first + count - 1
 using DecodeBlocks = bool (*)(const DecodeParams& params, uint8_t* out, const uint8_t* slabs,
-                              const uint8_t* payloads, const CodedBlock* blocks, uint32_t count);
+                              const uint8_t* payloads, const frame::Record& record, uint32_t first,
+                              uint32_t count);
 
 // For what knows no more than one block: DecodeBlocks of a function for one.
 template <bool (*kDecodeBlock)(const DecodeParams& params, uint8_t* out, const uint8_t* slab,
                                const uint8_t* payload, const CodedBlock& block)>
 bool decode_one_by_one(const DecodeParams& params, uint8_t* out, const uint8_t* slabs,
-                       const uint8_t* payloads, const CodedBlock* blocks, uint32_t count) {
-  const uint32_t block_bytes = frame::kBlockElements * frame::width_of(params.dtype);
-  const uint32_t slab_bytes = frame::slab_bytes(params.dtype, params.shape);
-  for (const CodedBlock* block = blocks; block != blocks + count; ++block) {
+                       const uint8_t* payloads, const frame::Record& record, uint32_t first,
+                       uint32_t count) {
+  for (uint32_t i = 0; i < count; ++i) {
     if (params.streaming) {
-      touch_pages_ahead(out, block_bytes);
+      touch_pages_ahead(out, params.block_bytes);
     }
-    if (!kDecodeBlock(params, out, slabs, payloads, *block)) {
+    const CodedBlock block = coded_block(record, first + i);
+    if (!kDecodeBlock(params, out, slabs, payloads, block)) {
       return false;
     }
-    out += block_bytes;
-    slabs += slab_bytes;
-    payloads += block->units * frame::kUnitBytes;
+    out += params.block_bytes;
+    slabs += params.slab_bytes;
+    payloads += block.units * frame::kUnitBytes;
   }
   return true;
 }

@@ -101,19 +101,14 @@ class FrameDecoder {
     }
     const uint32_t whole_blocks = tile_elements / frame::kBlockElements;
     const uint32_t rest = tile_elements % frame::kBlockElements;
-    CodedBlock blocks[frame::kTileBlocks];
-    uint64_t last_payload = 0;
-    for (uint32_t i = 0; i < whole_blocks; ++i) {
-      blocks[i] = coded_block(record, i);
-      last_payload += uint64_t{blocks[i].units} * frame::kUnitBytes;
-    }
-    if (!decode_blocks_(params_, output, slab, payload, blocks, whole_blocks)) {
+    if (!decode_blocks_(params_, output, slab, payload, record, 0, whole_blocks)) {
       return frame::kBadPayload;
     }
     if (rest != 0) {
-      const CodedBlock last = coded_block(record, whole_blocks);
+      const uint32_t last_units = Record::units(record.block[whole_blocks]);
       if (!decode_blocks_(params_, workspace.last_block, slab + whole_blocks * layout_.slab_bytes,
-                          payload + last_payload, &last, 1)) {
+                          payload + payload_bytes - last_units * frame::kUnitBytes, record,
+                          whole_blocks, 1)) {
         return frame::kBadPayload;
       }
       memcpy(output + uint64_t{tile_elements - rest} * width_, workspace.last_block, rest * width_);

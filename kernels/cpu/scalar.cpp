@@ -23,8 +23,8 @@ EncodedBlock encode_literal(const EncodeParams& params, const void* elements, ui
 
 bool decode_literal(const DecodeParams& params, uint8_t* out, const uint8_t* slab,
                     const uint8_t* payload, const CodedBlock& block) {
-  const uint32_t slab_bytes = frame::slab_bytes(params.dtype, params.shape);
-  const uint32_t rest_bytes = kElements * frame::width_of(params.dtype) - slab_bytes;
+  const uint32_t slab_bytes = params.slab_bytes;
+  const uint32_t rest_bytes = params.block_bytes - slab_bytes;
   if (block.units * frame::kUnitBytes != rest_bytes) {
     return false;
   }

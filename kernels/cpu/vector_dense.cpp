@@ -222,16 +222,17 @@ inline bool read_symbols(Symbols& symbols, const uint8_t* slab, const uint8_t* p
 // have been read.
 template <Dtype kDtype, bool kStreaming>
 bool decode_dense(const DecodeParams&, uint8_t* out, const uint8_t* slabs, const uint8_t* payloads,
-                  const CodedBlock* blocks, uint32_t count) {
+                  const frame::Record& record, uint32_t first, uint32_t count) {
   using Type = Float<kDtype>;
   Symbols symbols[2];
   for (uint32_t round = 0; round < count + 1; ++round) {
     if (round < count) {
+      const CodedBlock block = coded_block(record, first + round);
       if (!read_symbols<kDtype>(symbols[round % 2], slabs + round * Type::kSlabBytes, payloads,
-                                blocks[round])) {
+                                block)) {
         return false;
       }
-      payloads += blocks[round].units * frame::kUnitBytes;
+      payloads += block.units * frame::kUnitBytes;
     }
     if (round != 0) {
       const uint32_t b = round - 1;
@@ -269,9 +270,11 @@ bool decode_upcast(const DecodeParams& params, uint8_t* out, const uint8_t* slab
     return decode_literal<kStreaming>(params, out, slab, payload, block);
   }
   HighHalves high;
-  if (!decode_dense<Dtype::kBf16, false>(params, high.byte, slab, payload, &block, 1)) {
+  Symbols symbols;
+  if (!read_symbols<Dtype::kBf16>(symbols, slab, payload, block)) {
     return false;
   }
+  join_block<Dtype::kBf16, false>(high.byte, slab, symbols);
   put_high_halves<kStreaming>(out, high.byte);
   return true;
 }

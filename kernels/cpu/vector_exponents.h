@@ -199,7 +199,8 @@ inline uint32_t join_codes3(Bytes& codes, const uint8_t* low, const uint8_t* hig
 template <typename Place>
 inline bool decode_symbols(Symbols& symbols, const uint8_t* low, const uint8_t* payload,
                            const CodedBlock& block) {
-  const auto [mode, units, center, packed] = block;
+  const uint32_t mode = block.mode, units = block.units;
+  const uint8_t center = block.center;
   symbols.center = center;
   symbols.low = low;
   symbols.code = code_of(mode);

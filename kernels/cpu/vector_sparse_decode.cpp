@@ -85,14 +85,15 @@ class SparseDecoder {
 
   // As DecodeBlocks.
   bool run(const DecodeParams& params, const uint8_t* slabs, const uint8_t* payloads,
-           const CodedBlock* blocks, uint32_t count) {
+           const frame::Record& record, uint32_t first, uint32_t count) {
     for (uint32_t round = 0; round < count + 2; ++round) {
       // Blocks before the first have numbers beyond the last: they wrap around.
       if (round < count) {
-        if (!read(params, round, slabs, payloads, blocks[round])) {
+        const CodedBlock block = coded_block(record, first + round);
+        if (!read(params, round, slabs, payloads, block)) {
           return false;
         }
-        payloads += blocks[round].units * frame::kUnitBytes;
+        payloads += block.units * frame::kUnitBytes;
       }
       if (round - 1 < count) {
         join_tops(round - 1);
@@ -207,8 +208,9 @@ class SparseDecoder {
 
 template <Dtype kDtype, bool kStreaming>
 bool decode_sparse(const DecodeParams& params, uint8_t* out, const uint8_t* slabs,
-                   const uint8_t* payloads, const CodedBlock* blocks, uint32_t count) {
-  return SparseDecoder<kDtype, kStreaming>(out).run(params, slabs, payloads, blocks, count);
+                   const uint8_t* payloads, const frame::Record& record, uint32_t first,
+                   uint32_t count) {
+  return SparseDecoder<kDtype, kStreaming>(out).run(params, slabs, payloads, record, first, count);
 }
 
 }  // namespace

@@ -8,7 +8,6 @@ namespace memswap::test {
 namespace {
 
 using cpu::BlockCodec;
-using cpu::CodedBlock;
 using cpu::EncodedBlock;
 using cpu::EncodeParams;
 using cpu::Isa;
@@ -77,9 +76,9 @@ class Blocks : public testing::TestWithParam<Isa> {
 
   static bool decode(const BlockCodec& codec, const cpu::DecodeParams& params,
                      const GuardedBuffer& slabs, const GuardedBuffer& payloads,
-                     const std::vector<CodedBlock>& blocks, GuardedBuffer& out) {
-    const bool ok = codec.decoder(params)(params, out.data(), slabs.data(), payloads.data(),
-                                          blocks.data(), static_cast<uint32_t>(blocks.size()));
+                     const frame::Record& record, uint32_t blocks, GuardedBuffer& out) {
+    const bool ok =
+        codec.decoder(params)(params, out.data(), slabs.data(), payloads.data(), record, 0, blocks);
     codec.fence();
     return ok;
   }
@@ -95,10 +94,12 @@ class Blocks : public testing::TestWithParam<Isa> {
            std::min<uint64_t>(told_bytes, coded.payload.size()));
     GuardedBuffer mine(bytes, offset), oracle(bytes, offset);
     const cpu::DecodeParams params{dtype, shape, streaming};
-    const CodedBlock block{told.mode, told.units, told.center, told.packed};
+    frame::Record record{};
+    record.block[0] = frame::Record::pack(told.mode, told.units, told.packed);
+    record.center[0] = told.center;
     const bool expected =
-        decode(cpu::scalar_blocks(), params, coded.slab, payload, {block}, oracle);
-    ASSERT_EQ(decode(*blocks_, params, coded.slab, payload, {block}, mine), expected)
+        decode(cpu::scalar_blocks(), params, coded.slab, payload, record, 1, oracle);
+    ASSERT_EQ(decode(*blocks_, params, coded.slab, payload, record, 1, mine), expected)
         << "accepts what the oracle does not, or refuses";
     EXPECT_TRUE(!expected || mine == oracle) << "other elements than the oracle's";
     EXPECT_TRUE(mine.guards_are_whole()) << "wrote outside of the elements";
@@ -107,11 +108,14 @@ class Blocks : public testing::TestWithParam<Isa> {
   // All blocks of a tile at once, damaged or not: whether both accept, with the same elements.
   void expect_same_tile(Dtype dtype, Shape shape, bool streaming, const EncodeResult& coded,
                         const GuardedBuffer& elements, Choices& choices) {
+    const auto blocks = static_cast<uint32_t>(coded.blocks.size());
     for (uint32_t damage = 0; damage < 4; ++damage) {
-      std::vector<CodedBlock> blocks;
+      frame::Record record{};
       uint64_t units = 0;
-      for (const EncodedBlock& block : coded.blocks) {
-        blocks.push_back({block.mode, block.units, block.center, block.packed});
+      for (uint32_t b = 0; b < blocks; ++b) {
+        const EncodedBlock& block = coded.blocks[b];
+        record.block[b] = frame::Record::pack(block.mode, block.units, block.packed);
+        record.center[b] = block.center;
         units += block.units;
       }
       GuardedBuffer payloads(units * frame::kUnitBytes + cpu::kSlackBytes);
@@ -124,8 +128,8 @@ class Blocks : public testing::TestWithParam<Isa> {
       GuardedBuffer mine(elements.size(), offset), oracle(elements.size(), offset);
       const cpu::DecodeParams params{dtype, shape, streaming && offset == 0};
       const bool expected =
-          decode(cpu::scalar_blocks(), params, coded.slab, payloads, blocks, oracle);
-      ASSERT_EQ(decode(*blocks_, params, coded.slab, payloads, blocks, mine), expected)
+          decode(cpu::scalar_blocks(), params, coded.slab, payloads, record, blocks, oracle);
+      ASSERT_EQ(decode(*blocks_, params, coded.slab, payloads, record, blocks, mine), expected)
           << "accepts what the oracle does not, or refuses";
       EXPECT_TRUE(!expected || mine == oracle) << "other elements than the oracle's";
       EXPECT_TRUE(mine.guards_are_whole()) << "wrote outside of the elements";
