@@ -55,8 +55,22 @@ def seed_no_absent_devices() -> None:
             module.manual_seed_all = lambda seed: None
 
 
+def settle_examples(again: bool) -> None:
+    """Hypothesis draws the same examples in every run, or other ones each time, and however long a
+    busy machine takes for them is no failure."""
+    try:
+        from hypothesis import HealthCheck, settings
+    except ImportError:  # `make gpu` needs torch and pytest alone
+        return
+    settings.register_profile(
+        "memswap", deadline=None, derandomize=again, suppress_health_check=[HealthCheck.too_slow]
+    )
+    settings.load_profile("memswap")
+
+
 def pytest_configure(config: pytest.Config) -> None:
     seed_no_absent_devices()
+    settle_examples(again=not config.getoption("--slow"))
     if config.getoption("--device") in SIMULATED:
         import simulator
 

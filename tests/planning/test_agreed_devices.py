@@ -33,7 +33,7 @@ def bases(draw: st.DrawFn) -> Basis:
     return Basis(step, RATES, device=terms(draw(st.integers(1500, 3000)), state))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(bases(), min_size=2, max_size=4))
 def test_a_plan_that_meets_what_was_agreed_meets_each_ranks_own_budget(ranks: list[Basis]) -> None:
     found = agreed(ranks)

@@ -84,7 +84,7 @@ def frame() -> memswap.Frame:
 # ---------------------------------------------------------------- bits
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @given(data=st.data())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_every_bit_pattern_of_every_dtype_comes_back(dtype: torch.dtype, data: Any) -> None:
     elements = data.draw(st.integers(0, 40) | st.sampled_from([1023, 1024, 1025, 9000]))
     nbytes = elements * dtype.itemsize
@@ -314,7 +314,7 @@ def test_sizes_and_strides_that_do_not_fit_are_named(frame: memswap.Frame) -> No
 
 
 @given(position=st.integers(0, 1 << 30), flip=st.integers(1, 255))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_no_flipped_byte_of_a_checked_frame_goes_unnoticed(position: int, flip: int) -> None:
     """Wherever it is: an error, or the very same bits (padding, counters, a stride of a one)."""
     tensor = torch.linspace(-3, 3, 3000).bfloat16()
@@ -393,7 +393,7 @@ FIELDS += [(32, "Q"), (40, "Q"), (48, "Q")]
     trailer=st.lists(LARGE, max_size=4),
     behind=st.binary(max_size=40),
 )
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_a_hostile_header_is_an_error_and_takes_no_memory(
     fields: list[tuple[tuple[int, str], int]], trailer: list[int], behind: bytes
 ) -> None:

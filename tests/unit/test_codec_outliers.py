@@ -111,7 +111,7 @@ def centre_of(exponents: list[int]) -> int:
     elements=st.sampled_from([1, 33, 34, 500, 1024]),
     seed=st.integers(0, 1 << 20),
 )
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_the_centre_is_the_one_of_the_specification(
     base: int, spread: int, far: int, share: int, elements: int, seed: int
 ) -> None:
