@@ -71,9 +71,9 @@ def mixture(dtype: torch.dtype, seed: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float8_e4m3fn], ids=str)
 def test_mixtures_of_blocks_get_nearly_the_shortest_frames(dtype: torch.dtype) -> None:
-    """On average, over the same mixtures in every run: the blocks that are looked at tell the shares
-    of kinds within what chance allows, and of one mixture in a thousand another layout's frame is
-    shorter by a quarter and more."""
+    """On average, over the same mixtures in every run: a sample tells the shares of kinds within
+    what chance allows, and of one mixture in a thousand another layout's frame is shorter by a
+    quarter and more."""
     longer = []
     for seed in range(30):
         tensor = mixture(dtype, seed)

@@ -26,12 +26,14 @@ class Laps : public ::testing::Test {
 
 TEST_F(Laps, ALapOfTheHostIsByItsClock) {
   Lap lap(kCpu);
+  const auto before = std::chrono::steady_clock::now();
   lap.begin();
-  std::this_thread::sleep_for(2ms);
+  std::this_thread::sleep_for(2ms);  // or for longer, on a busy machine
   lap.end();
+  const std::chrono::duration<double> around = std::chrono::steady_clock::now() - before;
   std::this_thread::sleep_for(20ms);
   EXPECT_GE(lap.seconds(), 2e-3);
-  EXPECT_LT(lap.seconds(), 20e-3) << "what came after the end is no part of it";
+  EXPECT_LE(lap.seconds(), around.count()) << "what came after the end is no part of it";
 }
 
 TEST_F(Laps, ALapOfADeviceIsByItsEventsAndWaitsForTheLast) {
