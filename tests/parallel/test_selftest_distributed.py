@@ -78,18 +78,23 @@ def _arguments() -> argparse.Namespace:
 
 @distributed(2)
 def test_the_command_passes_under_torchruns_environment(rank: Rank) -> None:
-    port = [0]
-    if rank.rank == 0:
-        port = [dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False).port]
+    """Ranks find one another by a store that is there already, as torchrun's own."""
+    store = dist.TCPStore("localhost", 0, is_master=True) if rank.rank == 0 else None
+    port = [0 if store is None else store.port]
     dist.broadcast_object_list(port)
     dist.destroy_process_group()
-    os.environ.update(
-        RANK=str(rank.rank), WORLD_SIZE="2", MASTER_ADDR="localhost", MASTER_PORT=str(port[0])
-    )
+    torchruns = {
+        "RANK": str(rank.rank),
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": str(port[0]),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
+    os.environ.update(torchruns)
     try:
         assert selftest.run(_arguments()) == 0
     finally:
-        for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        for name in torchruns:
             del os.environ[name]
     dist.init_process_group("fake", rank=0, world_size=1, store=dist.HashStore())
 
