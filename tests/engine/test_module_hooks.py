@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import weakref
+
 import pytest
 import torch
+from eventually import eventually
 from helpers import (
     EVERYTHING,
     Block,
@@ -399,3 +402,31 @@ def test_a_second_manager_of_a_layer_is_refused(device, new_pool, managed, secon
     with SECOND[second](model, other) as allowed:
         assert_same_gradients(train_step(model, lambda: model(x)), expected)
         assert allowed.stats().offered_tensors > 0
+
+
+class Holds(nn.Module):
+    """Keeps what it computed and so its graph, as a pruned layer does its weight's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(64, 64)
+        self.held = None
+
+    def forward(self, x):
+        self.held = self.linear(x).sin()
+        return self.held * x
+
+
+def test_a_layer_that_holds_its_graph_goes_and_with_it_what_has_left(device, new_pool, managed):
+    """No backward takes the graph down, and Python's collector does not look into it."""
+    layers = nn.ModuleList([Holds() for _ in range(3)]).to(device)
+    x, pool = torch.linspace(-1, 1, 640, device=device).view(10, 64), new_pool()
+    manager = managed(layers, pool)
+    for layer in layers:
+        x = layer(x)
+    assert manager.stats().moved_storages > 0
+    gone = weakref.ref(layers[0])
+    del layers, layer, manager, x
+    collect()
+    assert gone() is None, "memswap's hooks hold a layer whose graph it holds itself"
+    assert eventually(lambda: not pool.statistics().blocks), "what has left stays away for ever"

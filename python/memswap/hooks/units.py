@@ -24,6 +24,10 @@ if TYPE_CHECKING:
     from memswap.engine.engine import Engine
 
 
+def nothing() -> None:
+    pass
+
+
 class UnitCall(HookScope):
     """The scope of one call of a unit; to who listens a range, ``memswap::layers.0``.
 
@@ -57,10 +61,17 @@ class UnitCall(HookScope):
     def leave(self, output: object = None) -> None:
         super().leave()
         self.ended()
-        self._end_range()
+        self._over()
 
     def abandon(self) -> None:
         super().abandon()
+        self._over()
+
+    def _over(self) -> None:
+        # Autograd holds this, by its pack hook, for as long as there is anything that was saved
+        # here. A module that keeps what it computed would be held by its own graph, where Python's
+        # collector does not look.
+        self.ended = nothing
         self._end_range()
 
     def _end_range(self) -> None:
