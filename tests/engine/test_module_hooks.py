@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from functools import partial
 
 import pytest
 import torch
@@ -417,11 +418,16 @@ class Holds(nn.Module):
         return self.held * x
 
 
-def test_a_layer_that_holds_its_graph_goes_and_with_it_what_has_left(device, new_pool, managed):
+@pytest.mark.parametrize(
+    "door",
+    [memswap.manage, memswap.chain, partial(memswap.manage, budget="60%")],
+    ids=["manage", "chain", "budget"],
+)
+def test_a_layer_that_holds_its_graph_goes_and_with_it_what_has_left(device, new_pool, door):
     """No backward takes the graph down, and Python's collector does not look into it."""
     layers = nn.ModuleList([Holds() for _ in range(3)]).to(device)
     x, pool = torch.linspace(-1, 1, 640, device=device).view(10, 64), new_pool()
-    manager = managed(layers, pool)
+    manager = door(layers, EVERYTHING, pool=pool)
     for layer in layers:
         x = layer(x)
     assert manager.stats().moved_storages > 0

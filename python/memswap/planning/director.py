@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
 
@@ -73,8 +74,8 @@ class BudgetDirector:
         self._fixed = policy.action is not None or policy.fn is not None
         self._bounded = budget != "auto"
         self._learner = Learner(engine, budget, rates, group, self._fixed, pool, device)
-        self._units = dict(units or {})
-        self._names = {id(module): name for name, module in self._units.items()}
+        self._units = WeakValueDictionary(units or {})  # a graph that a unit keeps leads here
+        self._names = WeakKeyDictionary({module: name for name, module in self._units.items()})
         self._named: dict[str, Mapping[int, str]] = {}  # unit -> parameter -> its module
         self._device = device
         self._baseline_bytes = 0  # on the device when the latest forward began
@@ -214,7 +215,7 @@ class BudgetDirector:
 
     def recomputes(self, module: nn.Module, args: tuple[Any, ...]) -> bool:
         """Whether a checkpoint region is one in the forward that begins now."""
-        name = self._names.get(id(module))
+        name = self._names.get(module)
         tensors = [one for one in args if isinstance(one, torch.Tensor)]
         engine = self._engine
         if name is None or not tensors or not self._bounded or not engine.policy.covers(name):
