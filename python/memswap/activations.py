@@ -312,9 +312,12 @@ class Manager(Managed):
     ) -> HookScope:
         self._unseen.seen(self._units.values())
         if records():
-            outermost = self._hooks.depth() == 1 and not self._models.depth()
-            self._iterations.unit_called(key, (args, kwargs), outermost)
+            self._iterations.unit_called(key, (args, kwargs), self._outermost)
         return UnitCall(self._engine, key, self._iterations.unit_left)
+
+    def _outermost(self) -> bool:
+        """Whether the call that begins is inside no other unit's, nor inside the model's."""
+        return self._hooks.depth() == 1 and not self._models.depth()
 
     def _begin_model(
         self, key: None, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -12,6 +12,9 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 graph_task: Callable[[], int] = torch._C._current_graph_task_id
 NO_TASK = -1
 
+#: Classes whose tensors are no wrappers. A parameter that is one has its wrapper's class.
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
 
 def is_parameter(tensor: torch.Tensor) -> bool:
     """A parameter, frozen or not, another leaf that requires grad, or a view of one of them.
@@ -82,7 +85,7 @@ def arrived(tensor: torch.Tensor) -> torch.Tensor:
 
 def plain_parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     """The tensors that have the bytes: a wrapper subclass's parts, or the tensor itself."""
-    if not is_traceable_wrapper_subclass(tensor):
+    if type(tensor) in _PLAIN or not is_traceable_wrapper_subclass(tensor):
         yield tensor
         return
     names, _ = tensor.__tensor_flatten__()

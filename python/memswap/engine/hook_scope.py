@@ -84,10 +84,13 @@ class HookScope(native.HookScope):
         super().__init__(engine)
         self.call = None
         self.recipes = None
-        self.batch = batch
         self.unit = unit
-        self.action = action
-        self.group = group
+        if batch is not None:
+            self.batch = batch
+        if action is not None:
+            self.action = action
+        if group is not None:
+            self.group = group
         self.covered = action is not None or engine.policy.covers(unit)
 
     def within(self, unit: str, action: Action | None, group: int | None) -> HookScope:
@@ -122,7 +125,7 @@ class HookScope(native.HookScope):
 
     def leave(self, output: object = None) -> None:
         """What this is for ends: take the hooks off."""
-        uninstall_interrupted()
+        uninstall_interrupted(self)
         self.uninstall()
         if self.waiting is not None:
             self.pack_waiting()
@@ -253,14 +256,22 @@ def current_scope() -> HookScope | None:
     return owner if isinstance(owner, HookScope) else None
 
 
-def uninstall_interrupted() -> None:
+def uninstall_interrupted(ends: HookScope | None = None) -> None:
     """Take off innermost hooks whose call has ended.
 
     [Note: Interrupts] Ctrl-C may come behind any step, and torch runs no hook of a module after
     it. A scope knows its call before its hooks are installed, and for longer than they are, so
     whichever scope begins or ends next finds them, of whichever engine.
+
+    Args:
+        ends: the scope whose call ends now; None: one begins.
     """
     scope = current_scope()
-    while scope is not None and scope.call is not None and not is_running(scope.call):
+    while (
+        scope is not None
+        and scope is not ends
+        and scope.call is not None
+        and not is_running(scope.call)
+    ):
         scope.uninstall()
         scope = current_scope()

@@ -54,7 +54,7 @@ class UnitCall(HookScope):
             self.range = torch.profiler.record_function(f"memswap::{self.unit}")
             self.range.__enter__()
         super().enter(call)
-        around = current_scope() if self.outer is None else getattr(self.outer[0], "__self__", None)
+        around = self.outer and getattr(self.outer[0], "__self__", None)
         if isinstance(around, CompiledCall) and around.engine is self.engine:
             self.outer = around.outer  # what this one keeps is not offered once more
 
@@ -168,6 +168,8 @@ class Around:
 
     def tensors(self) -> list[torch.Tensor]:
         """Those whose memory is the one that they had."""
+        if not self._storages:
+            return []
         known = {one.cdata for one in self._storages if not one.expired()}
         return [part for part in self._with_memory() if part.untyped_storage()._cdata in known]
 
@@ -194,11 +196,14 @@ class Iterations:
     def begin(self) -> None:
         """A forward begins."""
         with self._engine.lock:
-            self._engine.begin_iteration()
-            self._called.clear()
-            self._first_node = self._end_node = 0
+            self._begin()
 
-    def unit_called(self, name: str, inputs: object, outermost: bool) -> None:
+    def _begin(self) -> None:
+        self._engine.begin_iteration()
+        self._called.clear()
+        self._first_node = self._end_node = 0
+
+    def unit_called(self, name: str, inputs: object, outermost: Callable[[], bool]) -> None:
         """A unit is called in a forward that autograd records: it may begin an iteration.
 
         Args:
@@ -210,9 +215,9 @@ class Iterations:
         with engine.lock:
             repeats = len(self._called) > 1 and name == next(iter(self._called))
             if engine.iteration.began_backward or (
-                repeats and outermost and not self._lead_to(inputs)
+                repeats and outermost() and not self._lead_to(inputs)
             ):
-                self.begin()
+                self._begin()
             around = current_scope()
             if not self._called and not (
                 isinstance(around, CompiledCall) and around.engine is engine
@@ -244,14 +249,24 @@ def records() -> bool:
 def persistent_tensors(modules: Iterable[nn.Module], recurse: bool = True) -> list[torch.Tensor]:
     """Parameters and buffers as they are now (sharding may have replaced them), by their parts.
 
+    Each once. Forwards ask: `nn.Module.parameters` also makes a name for each.
+
     Args:
         modules: whose they are.
         recurse: with those of modules inside these.
     """
-    return [
-        part
-        for module in modules
-        for tensors in (module.parameters(recurse), module.buffers(recurse))
-        for tensor in tensors
-        for part in plain_parts(tensor)
-    ]
+    found: dict[int, torch.Tensor] = {}
+    seen: set[nn.Module] = set()
+    waiting: list[nn.Module | None] = list(modules)
+    while waiting:
+        module = waiting.pop()
+        if module is None or module in seen:
+            continue
+        seen.add(module)
+        for tensors in (module._parameters, module._buffers):
+            for tensor in tensors.values():
+                if tensor is not None:
+                    found[id(tensor)] = tensor
+        if recurse:
+            waiting += module._modules.values()
+    return [part for tensor in found.values() for part in plain_parts(tensor)]

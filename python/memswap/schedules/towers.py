@@ -136,7 +136,7 @@ class Tower(Counted):
         """One of its modules runs."""
         self._unseen.seen(self._modules)
 
-    def begin(self, name: str, inputs: tuple[Any, Any], outermost: bool) -> UnitCall:
+    def begin(self, name: str, inputs: tuple[Any, Any], outermost: Callable[[], bool]) -> UnitCall:
         """A module's forward begins; its scope.
 
         Args:
@@ -198,7 +198,7 @@ class Towers(Schedule):
     ) -> UnitCall | None:
         tower = self._tower_of[name]
         tower.seen()
-        return None if self.paused else tower.begin(name, inputs, depth(tower.units) == 1)
+        return None if self.paused else tower.begin(name, inputs, lambda: depth(tower.units) == 1)
 
     def settle(self) -> None:
         for tower in self.towers.values():
