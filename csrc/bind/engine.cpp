@@ -104,7 +104,7 @@ void bind_ledger(py::module_& module) {
   py::class_<Known, KnownPtr>(module, "Known");
   Bound<Ledger, std::shared_ptr<Ledger>>(module, "Ledger")
       .calls<&Ledger::keep, &Ledger::tell_once, &Ledger::reset>()
-      .reads<&Ledger::kept, &Ledger::known_storages, &Ledger::counters>()
+      .reads<&Ledger::kept, &Ledger::known_storages, &Ledger::counters, &Ledger::resident_bytes>()
       .def("offer", [](Ledger& self, int64_t nbytes) { self.counters.offer(nbytes); })
       .def("set_reserved", [](Ledger& self, int64_t bytes) { self.counters.set_reserved(bytes); });
 }
@@ -214,7 +214,6 @@ void bind_engine(py::module_& module) {
              return self.persistent.contains(reinterpret_cast<const void*>(key));
            })
       .def("demand", &Engine::demand, "entry"_a.none(false))
-      .def_static("look_at_released", &Engine::look_at_released, "iteration"_a)
       .def("sweep_recomputed", [](Engine& self) { self.recomputed.sweep(); })
       .def("clear_recomputed", [](Engine& self) { self.recomputed.clear(); })
       .def_property_readonly(

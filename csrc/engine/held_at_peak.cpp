@@ -49,6 +49,9 @@ std::vector<int64_t> differences(const std::vector<int64_t>& numbers) {
 }  // namespace
 
 HeldAtPeak::Frames HeldAtPeak::best() const {
+  if (std::ranges::none_of(saved_, [](const Saved& one) { return one.frame_nbytes > 0; })) {
+    return {};
+  }
   RunningPeak peak(differences(most_bytes_));
   std::vector<bool> stays;
   for (const Saved& one : saved_) {

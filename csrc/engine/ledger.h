@@ -60,6 +60,7 @@ class Ledger {
   Found find(const SavedView& look);
   bool knows(const void* key) const { return known_.contains(key); }
   size_t known_storages() const { return known_.size(); }
+  int64_t resident_bytes() const { return counters.resident_bytes; }
 
   // A tensor stays, for a reason.
   void keep(std::string_view reason, int64_t nbytes);

@@ -223,6 +223,7 @@ Saved Engine::decide(const Offer& offer, AskedRecipe asked) {
   }
   departing.notice_some();
   iteration->look_at_held();
+  look_at_released(*iteration);
   learn();
   ++offer.ordinal;
   Action wanted = action ? *action : default_action(*by);

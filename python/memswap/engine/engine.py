@@ -101,15 +101,18 @@ class Engine(native.Engine):
         with self.lock:
             if self.iteration.count:
                 self._since.count()
-                ended, self.iteration = self.iteration, self.timeline.begin()
+                ended, begun = self.iteration, self.timeline.begin()
+                self.iteration = begun
                 if self.recipes is not None:
                     self.recipes.begin_iteration()
                 leaving_bytes = ended.leaving_bytes
-                for transfers in self.open_transfers():
+                opened = self.open_transfers()
+                for transfers in opened:
                     transfers.trim_outputs()  # before the director looks at what is there
                 if self.director is not None:
-                    leaving_bytes = self.director.begin(self.iteration) or leaving_bytes
-                self._transfers.begin_iteration(leaving_bytes, ended.nbytes)
+                    leaving_bytes = self.director.begin(begun) or leaving_bytes
+                for transfers in opened:
+                    transfers.begin_iteration(leaving_bytes, ended.nbytes)
                 if self.windows is not None:
                     self.windows.begin_iteration()
                 self.tell_of_pools()
@@ -204,8 +207,8 @@ class Engine(native.Engine):
 
     def set_overflow_room(self, transfers: Transfers, nbytes: int | None) -> None:
         """What a plan has set aside for overflows of frames; it counts as resident from here on."""
-        if nbytes == transfers.overflow_room:
-            return
+        if nbytes == transfers.overflow_room or not transfers.works_ahead:
+            return  # a processor's frames do not overflow
         transfers.overflow_room = nbytes
         rooms = (one.overflow_room for one in self.open_transfers())
         self.ledger.set_reserved(sum(room or 0 for room in rooms))

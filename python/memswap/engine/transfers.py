@@ -260,9 +260,8 @@ class Transfers:
 
     @overflow_room.setter
     def overflow_room(self, nbytes: int | None) -> None:
-        if self.device.type != "cpu" and nbytes != self._overflow_room:
-            self._overflow_room = nbytes
-            self._set_room()
+        self._overflow_room = nbytes
+        self._set_room()
 
     def _set_room(self) -> None:
         lane = self._codec_lane
@@ -367,10 +366,6 @@ class OpenTransfers:
 
     def all(self) -> list[Transfers]:
         return [one for one in self._transfers.values() if one is not None]
-
-    def begin_iteration(self, leaving_bytes: int, iteration_bytes: int) -> None:
-        for transfers in self.all():
-            transfers.begin_iteration(leaving_bytes, iteration_bytes)
 
     def settle(self) -> None:
         for transfers in self.all():

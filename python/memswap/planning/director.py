@@ -182,8 +182,6 @@ class BudgetDirector:
     ) -> Action | None:
         """The plan's action, or what learning needs, or None."""
         iteration = self._engine.iteration
-        if iteration.plan is not None:
-            native.Engine.look_at_released(iteration)
         key = Key(unit, ordinal, nbytes, tensor.dtype)
         one = self._of(iteration) or self._begin(iteration, key, tensor.device)
         chosen = None
@@ -283,14 +281,17 @@ class BudgetDirector:
         """End the books of forwards whose backward is over; what they show is learnt from."""
         engine = self._engine
         engine.sweep_recomputed()
-        ended = [one for one in self._in_flight if not one.waits]
-        self._in_flight = [one for one in self._in_flight if one not in ended]
+        waiting: list[InFlight] = []
+        ended: list[InFlight] = []
+        for one in self._in_flight:
+            (waiting if one.waits else ended).append(one)
+        self._in_flight = waiting
         if not self._in_flight:
             engine.clear_recomputed()
         for one in ended:
-            one.take_recipes()
-            one.iteration.recorder = None
             if one.recorder is not None:
+                one.take_recipes()
+                one.iteration.recorder = None
                 one.recorder.close()
                 if self._device is not None and one.recorder.workspace is not None:
                     self._device.end(one.recorder.workspace)
@@ -304,9 +305,9 @@ class BudgetDirector:
         A share of a short step's bytes is no bound for a long one that is in flight as well.
         """
         planned = [(one.iteration, one.plan) for one in self._in_flight if one.plan is not None]
-        limit_bytes = max((plan.limit_bytes * plan.in_flight for _, plan in planned), default=0)
+        limits = [plan.limit_bytes * plan.in_flight for _, plan in planned]
         for iteration, _ in planned:
-            iteration.limit_bytes = max(iteration.limit_bytes, limit_bytes)
+            iteration.limit_bytes = max(iteration.limit_bytes, *limits)
 
     def _set_overflow_room(self, transfers: Transfers) -> None:
         """As much as the plans of the iterations in flight ask for; without one, none is set."""
@@ -316,12 +317,12 @@ class BudgetDirector:
 
     def _make_room(self, one: InFlight, nbytes: int) -> None:
         """Wait for what leaves, oldest first, until so many bytes more are within the budget."""
-        iteration, ledger = one.iteration, self._engine.ledger
+        engine, iteration = self._engine, one.iteration
         while (
-            ledger.counters.resident_bytes + nbytes > iteration.limit_bytes
-            and one.waited_for < iteration.count
+            one.waited_for < iteration.count
+            and engine.ledger.resident_bytes + nbytes > iteration.limit_bytes
         ):
-            self._engine.make_room(iteration, one.waited_for)
+            engine.make_room(iteration, one.waited_for)
             one.waited_for += 1
 
     # --- the whole device -------------------------------------------------------------------------

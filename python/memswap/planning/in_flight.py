@@ -51,7 +51,9 @@ class InFlight:
         self._followed = followed
         self.first = first
         self.device = device
-        self.recorder = iteration.recorder = recorder
+        self.recorder = recorder
+        if recorder is not None:
+            iteration.recorder = recorder
         self.plain = plain
         self.recipes = RecipeRecord()
         iteration.learns_recipes = followed is None  # or the plan says what is recomputed
@@ -126,8 +128,10 @@ class InFlight:
         """By how much the most that was resident exceeds the budget of all that is in flight."""
         if self.plan is None or self.plan.budget_bytes is None:
             return 0
-        allowed = max(self.plan.budget_bytes, self.iteration.limit_bytes)
-        return max(self.iteration.peak_bytes - allowed, 0)
+        peak_bytes = self.iteration.peak_bytes
+        if peak_bytes <= self.plan.budget_bytes:
+            return 0
+        return max(peak_bytes - max(self.plan.budget_bytes, self.iteration.limit_bytes), 0)
 
     @property
     def no_recipe(self) -> set[int]:

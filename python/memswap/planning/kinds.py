@@ -297,9 +297,10 @@ class StepKind:
         """Which regions are off in the next iteration; None: all of them."""
         known, learning = self.known, self.learning
         if known.plan is not None or known.trial is not None:
+            if known.full is None or not known.full.regions:
+                return frozenset()
             on = known.recompute if known.plan is None else known.plan.recompute
-            regions = known.full.regions if known.full is not None else ()
-            return frozenset(one.unit for one in regions) - set(on)
+            return frozenset(one.unit for one in known.full.regions) - set(on)
         learns = learning.iterations >= 2 and learning.unusable < MOST_UNUSABLE
         return None if learns else frozenset()
 

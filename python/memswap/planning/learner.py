@@ -222,9 +222,10 @@ class Learner:
 
     def _tell_if_over(self, one: InFlight) -> bool:
         """Whether more was on the device than the budget allows, of which somebody should know."""
-        peak, over = one.iteration.peak_bytes, one.over_budget_bytes
+        over = one.over_budget_bytes
         if not over:
             return False
+        peak = one.iteration.peak_bytes
         why = (
             "more forwards are in flight than before, frames became longer than planned with "
             "nowhere else for the bytes to go, or saved tensors are held for longer than they were"
