@@ -27,9 +27,6 @@ if TYPE_CHECKING:
 #: When what leaves is sent, and when it comes back (csrc/engine/engine.h).
 Schedule = native.Schedule
 
-# For who asks once per tensor.
-BATCHES = Schedule.BATCHES
-
 
 class Engine(native.Engine):
     """One engine: a policy, what it sends by, a timeline and the entries that are alive.
@@ -59,6 +56,7 @@ class Engine(native.Engine):
         schedule: native.Schedule = Schedule.ITERATIONS,
     ) -> None:
         super().__init__(prefetch_bytes, schedule)
+        self._in_batches = schedule is Schedule.BATCHES  # `schedule` makes an enum each time
         self.knows_operators = True
         self._director: Director | None = None
         self.policy = policy
@@ -96,7 +94,7 @@ class Engine(native.Engine):
 
     def begin_iteration(self) -> None:
         """What is saved from now on belongs to a new forward. (A batch is one by itself.)"""
-        if self.schedule is BATCHES:
+        if self._in_batches:
             return
         with self.lock:
             if self.iteration.count:
@@ -120,6 +118,8 @@ class Engine(native.Engine):
     def tell_of_pools(self) -> None:
         """Warn, once, of a file that failed, and of host memory that could not be pinned."""
         for transfers in self.open_transfers():
+            if not transfers.works_ahead:
+                continue  # a processor pins nothing, and its tickets tell of files
             if failure := transfers.take_failure():
                 self.ledger.tell_once(
                     "file",
@@ -207,8 +207,8 @@ class Engine(native.Engine):
 
     def set_overflow_room(self, transfers: Transfers, nbytes: int | None) -> None:
         """What a plan has set aside for overflows of frames; it counts as resident from here on."""
-        if nbytes == transfers.overflow_room or not transfers.works_ahead:
-            return  # a processor's frames do not overflow
+        if nbytes == transfers.overflow_room:
+            return
         transfers.overflow_room = nbytes
         rooms = (one.overflow_room for one in self.open_transfers())
         self.ledger.set_reserved(sum(room or 0 for room in rooms))

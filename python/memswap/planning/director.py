@@ -311,6 +311,8 @@ class BudgetDirector:
 
     def _set_overflow_room(self, transfers: Transfers) -> None:
         """As much as the plans of the iterations in flight ask for; without one, none is set."""
+        if not transfers.works_ahead:
+            return  # a processor's frames do not overflow
         plans = [one.plan for one in self._in_flight if one.plan is not None]
         room = max((plan.arena_bytes * plan.in_flight for plan in plans), default=None)
         self._engine.set_overflow_room(transfers, room)
