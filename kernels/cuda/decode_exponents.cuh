@@ -36,9 +36,10 @@ __device__ __forceinline__ uint32_t read_nibbles(DecodeMemory& memory, uint32_t 
   if (raw > bytes) {
     return kDamaged;
   }
+  write_few_positions(memory.positions, masks, ranks, lane);
 #pragma unroll 1
   for (uint32_t done = 0; done < ranks.total; done += kPositions) {
-    write_positions(memory.positions, masks, ranks, done, lane);
+    write_many_positions(memory.positions, masks, ranks, done, lane);
     __syncwarp();
     const uint32_t here = min(ranks.total - done, kPositions);
 #pragma unroll 1

@@ -424,7 +424,8 @@ __global__ void __launch_bounds__(kTileThreads, Coder::kTiles)
     // blocks, and looked at when the first warp has encoded its next block. What is said of a tile
     // is read between that barrier and the next, and overwritten behind that.
     uint32_t stage = 0, before = 0;
-    for (bool is_first = true;; is_first = false, block += stride, stage ^= 1) {
+    for (;; block += stride, stage ^= 1) {
+      const bool is_first = block < stride;
       const bool is_behind = block / frame::kTileBlocks >= job.tiles;
       if (!is_behind) {
         encode_block(shared, job, block, block + stride, stage, rows, tile);

@@ -73,9 +73,10 @@ __device__ __forceinline__ uint32_t write_nibbles(const EncodeStreams& to, uint3
                                                   uint32_t begin) {
   const uint8_t* symbols = reinterpret_cast<const uint8_t*>(to.symbols);
   uint32_t raw = begin + (ranks.total + 1) / 2;
+  write_few_positions(to.positions, masks, ranks, to.lane);
 #pragma unroll 1
   for (uint32_t done = 0; done < ranks.total; done += kPositions) {
-    write_positions(to.positions, masks, ranks, done, to.lane);
+    write_many_positions(to.positions, masks, ranks, done, to.lane);
     __syncwarp();
     const uint32_t here = min(ranks.total - done, kPositions);
 #pragma unroll 1
@@ -139,18 +140,23 @@ struct Near {
 
 inline constexpr uint32_t kBias = 0x80808080;
 
+// The streams of LQ2.
+struct Streams {
+  uint32_t end;      // the byte behind; kTooLong: FW with all bits is shorter, they are incomplete
+  bool has_nibbles;  // some v is none of 0 to 5
+};
+
 // LQ2: L0 as a plane in `low`, where kSome is false also to `plane`, the streams from byte `begin`
-// of the stage on, which is clear there. Returns the byte behind the streams; kTooLong says that FW
-// with all bits is shorter, and that the streams are incomplete. Only elements marked in `valid`
-// (byte q: row q) are coded if kSome. Leaves v xor kBias in `symbols`.
+// of the stage on, which is clear there. `is_near`: whether Near::holds the centre. Only elements
+// marked in `valid` (byte q: row q) are coded if kSome. Leaves v xor kBias in `symbols`.
 template <bool kSome>
-__device__ __forceinline__ uint32_t encode_lq2(const EncodeStreams& to, const uint32_t (&e)[8],
-                                               Near near, uint32_t center, uint32_t valid,
-                                               uint32_t begin, uint32_t longest, uint32_t (&low)[2],
-                                               [[maybe_unused]] uint8_t* plane = nullptr) {
+__device__ __forceinline__ Streams encode_lq2(const EncodeStreams& to, const uint32_t (&e)[8],
+                                              bool is_near, uint32_t center, uint32_t valid,
+                                              uint32_t begin, uint32_t longest, uint32_t (&low)[2],
+                                              [[maybe_unused]] uint8_t* plane = nullptr) {
   const uint32_t centers = bytes_of(center & 0xffu);
   uint32_t t[8], rows[kRows];  // rows: 128 * mask of who has a code
-  if (near.holds(center & 0xffu)) {
+  if (is_near) {
 #pragma unroll
     for (uint32_t i = 0; i < 8; ++i) {
       t[i] = centers + kBias - e[i];
@@ -222,12 +228,12 @@ __device__ __forceinline__ uint32_t encode_lq2(const EncodeStreams& to, const ui
   const Ranks again = rank_rows(count_rows(second), to.lane);
   __syncwarp();  // the last byte of S1 and the first of S2 share a word
   if (again.total == 0) {
-    return end;
+    return {end, false};
   }
   if (end + (again.total + 1) / 2 >= longest) {
-    return kTooLong;
+    return {kTooLong, true};
   }
-  return write_nibbles<false>(to, second, again, center, end);
+  return {write_nibbles<false>(to, second, again, center, end), true};
 }
 
 // Bytes that LQ3 needs for its streams and its plane.
@@ -345,21 +351,26 @@ __device__ __forceinline__ Near find_extremes(const uint32_t (&e)[8]) {
 #endif
 }
 
+__device__ __forceinline__ uint32_t sum_of(const uint32_t (&e)[8]) {
+  uint32_t sum = 0;
+#pragma unroll
+  for (uint32_t i = 0; i < 8; ++i) {
+    sum = __dp4a(e[i], 0x01010101u, sum);
+  }
+  return __reduce_add_sync(kAllLanes, sum);
+}
+
 __device__ __forceinline__ Exponents measure(const uint32_t (&e)[8]) {
   const Near extremes = find_extremes(e);
   Exponents all;
   all.max = extremes.max;
   all.min = extremes.min;
   all.zeros = 0;
-  uint32_t sum = 0;
-  if (all.min > 0 && all.max - all.min < 32) {  // as a rule: no distance is clipped, no E is 0
-#pragma unroll
-    for (uint32_t i = 0; i < 8; ++i) {
-      sum = __dp4a(e[i], 0x01010101u, sum);
-    }
-    all.distances = frame::kBlockElements * all.max - __reduce_add_sync(kAllLanes, sum);
+  if (all.min > 0 && all.max - all.min < 32) {  // no distance is clipped, no E is 0
+    all.distances = frame::kBlockElements * all.max - sum_of(e);
     return all;
   }
+  uint32_t sum = 0;
   const uint32_t maxima = bytes_of(all.max);
 #pragma unroll
   for (uint32_t i = 0; i < 8; ++i) {
@@ -469,6 +480,49 @@ struct BlockSummary {
   uint64_t checksum;  // adds to the tile's
 };
 
+// [Note: usual blocks] The largest and the smallest E of a block take more instructions than the
+// sum of all E, and most blocks are coded without them. In the words of docs/format.md's section 5:
+// where all E are in a window of 32 that has no 0, k is 1024, no distance is clipped, and
+// 8 s - 7 k = 8192 m - 8 (sum + 896). So c2 = 1 + ceil((sum + 896) / 1024), provided that some E is
+// at least c2 - 1. FW takes 16 units or more, provided that two E are 4 apart. The streams show
+// both (are_apart). Where they do not, the block is measured, and coded again if its centre turns
+// out to be another one.
+inline constexpr uint32_t kUsualBelow = 24;  // from a window's lowest E to the centre
+inline constexpr uint32_t kUsualFwUnits = 16;
+// From the mean of the E to the largest: 7 to the centre, and less than 3 from there.
+static_assert(canonical::kClip - kUsualBelow + 3 < canonical::kFar);
+
+__device__ __forceinline__ uint32_t usual_center(uint32_t sum) {
+  constexpr uint32_t kMore = canonical::kLq2Eighths * frame::kBlockElements / 8;
+  return (sum + kMore + 2 * frame::kBlockElements - 1) / frame::kBlockElements;
+}
+
+// Whether all E are in the window of a centre, which Near::holds then.
+template <uint32_t kExponentBits>
+__device__ __forceinline__ bool are_usual(const uint32_t (&e)[8], uint32_t center) {
+  constexpr bool kMoves = kExponentBits > 5;  // of fewer bits, all E but 0 are in one window
+  const uint32_t low = kMoves ? center - kUsualBelow : 1;
+  const uint32_t lows = bytes_of(low & 0xffu);
+  // The lowest byte of a word that is outside leaves 32 or more, as `low` is at most 224 and no
+  // byte below it borrows.
+  uint32_t above = 0;
+#pragma unroll
+  for (uint32_t i = 0; i < 8; ++i) {
+    above |= e[i] - lows;
+  }
+  const bool is_possible = kMoves ? low - 1 < 224 : center <= 125;
+  return !__any_sync(kAllLanes, !is_possible || (above & bytes_of(0xe0)) != 0);
+}
+
+// Of a usual block's plane, where some v is none of 0 to 5: whether [Note: usual blocks] holds. An
+// element with v = 1 says that m is large enough, and one with v = 3 or that with v = 1 is 4 away
+// from what is none of 0 to 5.
+__device__ __forceinline__ bool are_apart(uint32_t plane) {
+  const uint32_t upper = plane >> 1;
+  return __any_sync(kAllLanes,
+                    (plane & ~upper & 0x55555555u) != 0 && (plane & upper & 0x55555555u) != 0);
+}
+
 // How a block was coded. The payload is in the stage, or is made when its place is known.
 struct Coded {
   uint32_t mode;
@@ -487,45 +541,62 @@ __device__ __forceinline__ Coded encode_dense(const EncodeStreams& to, uint32_t 
                                               uint32_t given, uint32_t missing,
                                               BlockSummary& summary, uint8_t* plane) {
   constexpr uint32_t kLongest = 128 * (kExponentBits - 2);
-  clear_stage<kDenseStageBytes>(to.stage, to.lane);
-  __syncwarp();
   Coded coded;
-  Crowd crowd{};
-  uint32_t bits = kExponentBits, fw_center = given, zeros = 0;
-  bool is_scattered = false;
-  coded.center = given;
-  Near near;
-  if (fast) {
-    near = find_extremes(e);
-    zeros = near.min == 0 ? count_zeros(e) : 0;
-  } else {
-    const Exponents all = measure(e);
-    near = {all.max, all.min};
-    zeros = all.zeros;
-    crowd = crowd_of(all);
-    if constexpr (kExponentBits == 8) {
-      if (is_spread(crowd)) {
-        is_scattered = !find_window(e, to.lane, crowd);
-      }
-    }
-    coded.center = center_of(crowd, canonical::kLq2Eighths);
-    fw_center = all.max;
-    bits = max(32 - __clz(all.max - all.min), 2);
-  }
-  if (to.lane == 0) {
-    summary.hint = coded.center;
-    summary.zeros = zeros - missing;
-  }
   coded.mode = frame::kLq2;
   coded.units = kTooLong;
-  const uint32_t fw_units = 16 * (bits - 2);
-  uint32_t low[2], lq3_units = kTooLong, best = fw_units, c3 = 0;
-  if (!is_scattered) {
-    const uint32_t bytes = encode_lq2<false>(to, e, near, coded.center, 0, 0, kLongest, low, plane);
-    coded.units = (bytes + 7) / 8;
-    best = min(coded.units, fw_units);
-    // LQ3 has a plane of 16 units, and among equals it comes last.
-    if (fw_units > coded.units && (fast || best <= 16)) {
+  coded.center = fast ? given : usual_center(sum_of(e));
+  bool is_usual = are_usual<kExponentBits>(e, coded.center), is_scattered = false;
+  uint32_t low[2], bits, fw_center;
+  Crowd crowd;
+  // What is measured is not kept for the rare block that is not done with LQ2: it would take
+  // registers. Such a block is measured again.
+#pragma unroll 1
+  for (bool is_coded = false;; is_usual = false, is_coded = true) {
+    uint32_t zeros = 0, center = coded.center;
+    bool is_near = true;
+    bits = kExponentBits;
+    fw_center = given;
+    if (!is_usual) {
+      Near near;
+      if (fast) {
+        near = find_extremes(e);
+        zeros = near.min == 0 ? count_zeros(e) : 0;
+      } else {
+        const Exponents all = measure(e);
+        near = {all.max, all.min};
+        zeros = all.zeros;
+        crowd = crowd_of(all);
+        if constexpr (kExponentBits == 8) {
+          if (is_spread(crowd)) {
+            is_scattered = !find_window(e, to.lane, crowd);
+          }
+        }
+        center = center_of(crowd, canonical::kLq2Eighths);
+        bits = max(32 - __clz(all.max - all.min), 2);
+        fw_center = all.max;
+      }
+      is_near = near.holds(center);
+    }
+    if (to.lane == 0) {
+      summary.hint = center;
+      summary.zeros = zeros - missing;
+    }
+    const bool is_same = is_coded && center == coded.center;
+    coded.center = center;
+    if (is_scattered || is_same) {
+      break;
+    }
+    clear_stage<kDenseStageBytes>(to.stage, to.lane);
+    __syncwarp();
+    const Streams streams =
+        encode_lq2<false>(to, e, is_near, coded.center, 0, 0, kLongest, low, plane);
+    coded.units = (streams.end + 7) / 8;
+    uint32_t fw_units = 16 * (bits - 2);
+    if (is_usual && !fast) {
+      fw_units = streams.has_nibbles && are_apart(low[0]) ? kUsualFwUnits : 0;
+    }
+    // LQ3 has a plane of 16 units.
+    if (fw_units > coded.units && (fast || coded.units <= 16)) {
       return coded;
     }
     // Rare: E comes back from v, so that it need not be kept for this.
@@ -536,10 +607,12 @@ __device__ __forceinline__ Coded encode_dense(const EncodeStreams& to, uint32_t 
     for (uint32_t i = 0; i < 8; ++i) {
       e[i] = subtract_bytes(centers, biased[i] ^ kBias);
     }
-    if (!fast && best > 16) {
-      c3 = center_of(crowd, canonical::kLq3Eighths);
-      lq3_units = (lq3_bytes(e, c3) + 7) / 8;
-    }
+  }
+  const uint32_t fw_units = 16 * (bits - 2), best = min(coded.units, fw_units);
+  uint32_t lq3_units = kTooLong, c3 = 0;
+  if (!fast && !is_scattered && best > 16) {  // among equals LQ3 comes last
+    c3 = center_of(crowd, canonical::kLq3Eighths);
+    lq3_units = (lq3_bytes(e, c3) + 7) / 8;
   }
   if (lq3_units < best) {
     clear_stage<kDenseStageBytes>(to.stage, to.lane);

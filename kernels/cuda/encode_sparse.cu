@@ -117,8 +117,9 @@ struct SparseCoder {
       }
     }
     coded.center = center_of(crowd, canonical::kLq2Eighths);
-    behind = encode_lq2<true>(streams_of(memory, 0, tables, lane), e, {all.max, all.min},
-                              coded.center, valid, begin, ~0u, low);
+    const bool is_near = Near{all.max, all.min}.holds(coded.center);
+    const EncodeStreams streams = streams_of(memory, 0, tables, lane);
+    behind = encode_lq2<true>(streams, e, is_near, coded.center, valid, begin, ~0u, low).end;
     coded.mode = has_signs ? frame::kSignedZeros : frame::kZeros;
     coded.units = (behind + bytes_later + 7) / 8;
     coded.masks = masks;

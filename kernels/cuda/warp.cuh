@@ -106,6 +106,18 @@ __device__ __forceinline__ uint32_t multiply_add(uint32_t x, uint32_t factor, ui
 #endif
 }
 
+// The place of the highest bit of a number that is not 0: one instruction. On sm_100 the compiler
+// takes three for 31 - __clz.
+__device__ __forceinline__ uint32_t highest_bit(uint32_t number) {
+#if defined(MEMSWAP_CUDA_EMULATOR)
+  return 31 - __clz(static_cast<int>(number));
+#else
+  uint32_t place;
+  asm("bfind.u32 %0, %1;" : "=r"(place) : "r"(number));
+  return place;
+#endif
+}
+
 // 0xff in every byte whose top bit is set, else 0.
 __device__ __forceinline__ uint32_t spread_top_bits(uint32_t bytes) {
   return permute(bytes, 0, 0xba98);
@@ -245,13 +257,10 @@ __device__ __forceinline__ Ranks rank_rows(uint32_t counts, uint32_t lane) {
   ranks.before = sum - counts;
   const uint32_t before = __shfl_sync(kAllLanes, ranks.before, 31);
   const uint32_t last = __shfl_sync(kAllLanes, counts, 31);
-  const uint32_t even = (before & 0x00ff00ffu) + (last & 0x00ff00ffu);
-  const uint32_t odd = (before >> 8 & 0x00ff00ffu) + (last >> 8 & 0x00ff00ffu);
-  const uint32_t pairs = even + odd;
-  ranks.row1 = even & 0xffffu;
-  ranks.row2 = pairs & 0xffffu;
-  ranks.row3 = ranks.row2 + (even >> 16);
-  ranks.total = ranks.row2 + (pairs >> 16);
+  ranks.row1 = gather_bytes(before, 0x00000001u, gather_bytes(last, 0x00000001u));
+  ranks.row2 = gather_bytes(before, 0x00000101u, gather_bytes(last, 0x00000101u));
+  ranks.row3 = gather_bytes(before, 0x00010101u, gather_bytes(last, 0x00010101u));
+  ranks.total = gather_bytes(before, 0x01010101u, gather_bytes(last, 0x01010101u));
   return ranks;
 }
 
@@ -297,27 +306,37 @@ __device__ __forceinline__ void load_lane(const uint32_t* bytes, uint32_t lane,
   words[7] = lower.w;
 }
 
-// Where the marked elements' bytes stand, by rank: ranks `done` to `done` + kPositions - 1 to
-// `positions`. One loop for all rows: a warp goes round it as often as its busiest lane has marks.
+// Where the marked elements' bytes stand, by rank: kPositions at a time. One loop for all rows: a
+// warp goes round it as often as its busiest lane has marks.
 inline constexpr uint32_t kPositions = 256;
-__device__ __forceinline__ void write_positions(uint16_t* positions, uint32_t masks,
-                                                const Ranks& ranks, uint32_t done, uint32_t lane) {
+
+// If there are no more, and so not in a loop over them: of loops within each other the compiler
+// takes the inner one's first turn out of both.
+__device__ __forceinline__ void write_few_positions(uint16_t* positions, uint32_t masks,
+                                                    const Ranks& ranks, uint32_t lane) {
   const uint32_t place_of_lane = place_of(lane);
-  if (ranks.total <= kPositions) {
-    // Byte q: marks of other lanes between the lane's first one and its marks of row q. Each is
-    // below 256 where there is such a mark, so that what carries from byte to byte is taken back.
-    const uint32_t first = ranks.before & 0xffu;
-    const uint32_t others = (ranks.row1 << 8) + (ranks.row2 << 16) + (ranks.row3 << 24) +
-                            ranks.before - ranks.own * 0x01010100u - bytes_of(first);
-    uint16_t* last = positions + first + __popc(masks) - 1;
+  // Byte q: marks of other lanes between the lane's first one and its marks of row q. Each is
+  // below 256 where there is such a mark, so that what carries from byte to byte is taken back.
+  const uint32_t first = ranks.before & 0xffu;
+  const uint32_t others = (ranks.row1 << 8) + (ranks.row2 << 16) + (ranks.row3 << 24) +
+                          ranks.before - ranks.own * 0x01010100u - bytes_of(first);
+  uint16_t* last = positions + first + __popc(masks) - 1;
 #pragma unroll 1
-    for (uint32_t left = masks; left != 0; --last) {
-      const uint32_t place = 31 - __clz(static_cast<int>(left));  // 8 * row + column
-      left ^= 1u << place;
-      last[permute(others, 0, place / 8)] = static_cast<uint16_t>(place ^ place_of_lane);
-    }
+  for (uint32_t left = ranks.total <= kPositions ? masks : 0; left != 0; --last) {
+    const uint32_t place = highest_bit(left);  // 8 * row + column
+    left ^= 1u << place;
+    last[permute(others, 0, place / 8)] = static_cast<uint16_t>(place ^ place_of_lane);
+  }
+}
+
+// If there are more: ranks `done` to `done` + kPositions - 1.
+__device__ __forceinline__ void write_many_positions(uint16_t* positions, uint32_t masks,
+                                                     const Ranks& ranks, uint32_t done,
+                                                     uint32_t lane) {
+  if (ranks.total <= kPositions) {
     return;
   }
+  const uint32_t place_of_lane = place_of(lane);
   masks = not_ahead(masks);
   // Rank less the number of the lane's own marks before: two rows in a word.
   const auto start_of = [&](uint32_t row) {

@@ -78,6 +78,69 @@ TEST_F(FramesAtTheEnds, OfWhatIsNearACentreAreTheOracles) {
   }
 }
 
+// [Note: usual blocks] in encode_exponents.cuh: most E are in a narrow range that ends at `top`,
+// and some are `away` from that, which is inside of the window or outside, 0, or the largest E.
+class FramesOfUsualBlocks : public Emulated, public testing::WithParamInterface<Dtype> {};
+
+TEST_P(FramesOfUsualBlocks, AreTheOraclesWhereBlocksAreHardlyUsual) {
+  constexpr int kFarthest = 34, kBlocks = 2 * kFarthest + 1;
+  const FloatFields fields = float_fields(GetParam());
+  const int largest = (1 << fields.exponent_bits) - 1;
+  const int width_bits = 8 * static_cast<int>(frame::width_of(GetParam()));
+  for (const int top : {12, 24, 120, 248}) {
+    for (const int range : {1, 3, 6}) {
+      for (const uint32_t one_in : {2, 1024}) {
+        Tensor tensor = tensor_at(0, {Kind::kSign, 0}, GetParam(), 0,
+                                  uint64_t{kBlocks} * frame::kBlockElements);
+        for (uint64_t i = 0; i < tensor.elements; ++i) {
+          const int away = static_cast<int>(i / frame::kBlockElements) - kFarthest;
+          const uint64_t random = splitmix64(static_cast<uint64_t>(top), i);
+          const bool is_away = i % one_in == 0;
+          int exponent = top - (is_away ? -away : static_cast<int>(random % 64) % range);
+          exponent = std::clamp(exponent, 0, largest);
+          const uint64_t element = static_cast<uint64_t>(exponent) << fields.mantissa_bits |
+                                   (random >> 8 & low_bits(fields.mantissa_bits)) |
+                                   (random >> 63) << (width_bits - 1);
+          memcpy(tensor.buffer.data() + i * frame::width_of(GetParam()), &element,
+                 frame::width_of(GetParam()));
+        }
+        SCOPED_TRACE("top " + std::to_string(top) + ", range " + std::to_string(range) +
+                     ", away one in " + std::to_string(one_in));
+        ASSERT_NO_FATAL_FAILURE(expect_same_as_oracle(tensor, {.checksum = false}));
+        if (range == 6) {
+          ASSERT_NO_FATAL_FAILURE(expect_same_as_oracle(
+              tensor, {.fast = true, .center = static_cast<uint8_t>(top), .checksum = false}));
+        }
+      }
+    }
+    if (top > largest) {
+      break;  // the same again
+    }
+  }
+}
+
+// From block to block the mean of E grows past where the centre's next value begins. An element
+// that is far above takes no part in it, except where it is in the window.
+TEST_F(FramesAtTheEnds, OfMeansNextToAStepOfTheCentreAreTheOracles) {
+  constexpr uint16_t kTop = 120, kBlocks = 128;
+  for (const uint16_t above : {0, 4, 7, 8, 9, 20}) {
+    Tensor tensor = tensor_at(0, {Kind::kRandomBits, 0}, Dtype::kBf16, 5,
+                              uint64_t{kBlocks} * frame::kBlockElements);
+    auto* words = reinterpret_cast<uint16_t*>(tensor.buffer.data());
+    for (uint64_t i = 0; i < tensor.elements; ++i) {
+      const uint64_t place = i % frame::kBlockElements;
+      const bool is_top = place * 37 % frame::kBlockElements < i / frame::kBlockElements;
+      const uint16_t exponent = place == 500 ? kTop + above : is_top ? kTop : kTop - 2;
+      words[i] = static_cast<uint16_t>((words[i] & 0x807f) | exponent << 7);
+    }
+    SCOPED_TRACE("one is " + std::to_string(above) + " above");
+    ASSERT_NO_FATAL_FAILURE(expect_same_as_oracle(tensor, {.checksum = false}));
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Dtype, FramesOfUsualBlocks,
+                         testing::Values(Dtype::kBf16, Dtype::kFp16, Dtype::kE4m3));
+
 INSTANTIATE_TEST_SUITE_P(Dtype, Frames,
                          testing::Range(uint8_t{1}, static_cast<uint8_t>(frame::kLastDtype + 1)));
 
