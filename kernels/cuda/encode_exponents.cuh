@@ -497,7 +497,8 @@ __device__ __forceinline__ uint32_t usual_center(uint32_t sum) {
   return (sum + kMore + 2 * frame::kBlockElements - 1) / frame::kBlockElements;
 }
 
-// Whether all E are in the window of a centre, which Near::holds then.
+// Whether all E are in the window of a centre, which Near::holds then. Not if a sample of them is
+// the same but for two bits: the streams of few different E show nothing, and would be coded twice.
 template <uint32_t kExponentBits>
 __device__ __forceinline__ bool are_usual(const uint32_t (&e)[8], uint32_t center) {
   constexpr bool kMoves = kExponentBits > 5;  // of fewer bits, all E but 0 are in one window
@@ -511,7 +512,8 @@ __device__ __forceinline__ bool are_usual(const uint32_t (&e)[8], uint32_t cente
     above |= e[i] - lows;
   }
   const bool is_possible = kMoves ? low - 1 < 224 : center <= 125;
-  return !__any_sync(kAllLanes, !is_possible || (above & bytes_of(0xe0)) != 0);
+  return !__any_sync(kAllLanes, !is_possible || (above & bytes_of(0xe0)) != 0) &&
+         __any_sync(kAllLanes, ((e[0] ^ e[4]) & bytes_of(0xfc)) != 0);
 }
 
 // Of a usual block's plane, where some v is none of 0 to 5: whether [Note: usual blocks] holds. An
@@ -583,7 +585,7 @@ __device__ __forceinline__ Coded encode_dense(const EncodeStreams& to, uint32_t 
     }
     const bool is_same = is_coded && center == coded.center;
     coded.center = center;
-    if (is_scattered || is_same) {
+    if (is_scattered || is_same || bits == 2) {  // FW of 2 bits has no payload
       break;
     }
     clear_stage<kDenseStageBytes>(to.stage, to.lane);
