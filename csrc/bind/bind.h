@@ -132,9 +132,8 @@ auto tuple_of(const Struct& given) {
 template <class Struct>
 concept HasFields = requires(const Struct& given) { fields_of(given); };
 
-// dtype, shape, var_capacity
 template <>
-inline constexpr std::tuple kMembers<FrameOptions>{&FrameOptions::dtype, &FrameOptions::shape,
+inline constexpr std::tuple kMembers<FrameOptions>{&FrameOptions::dtype, &FrameOptions::layout,
                                                    &FrameOptions::var_capacity};
 
 }  // namespace memswap

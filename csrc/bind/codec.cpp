@@ -21,7 +21,7 @@ static py::object fields_of(const FrameReport& report) {
   py::object fields =
       as_object<&H::elements, &H::blocks, &H::dtype, &H::var_capacity, &H::var_used,
                 &H::overflow_used, &H::zeros, &H::center_sum, &H::status>(report.header);
-  fields.attr("layout") = report.header.shape;
+  fields.attr("layout") = report.header.layout;
   fields.attr("frame_nbytes") = report.frame_nbytes();
   return fields;
 }
@@ -35,8 +35,8 @@ static py::object fields_of(const Arena::Statistics& all) {
 namespace {
 
 py::object sizes_of(int64_t dtype, int64_t layout, uint64_t elements) {
-  const frame::Layout sizes = checked_layout(dtype, layout, elements);
-  py::object fields = as_object<&frame::Layout::elements, &frame::Layout::blocks>(sizes);
+  const frame::Sections sizes = checked_sections(dtype, layout, elements);
+  py::object fields = as_object<&frame::Sections::elements, &frame::Sections::blocks>(sizes);
   fields.attr("fixed_nbytes") = sizes.var;
   fields.attr("max_var_units") = sizes.max_var_units();
   fields.attr("max_nbytes") = sizes.bytes(sizes.max_var_units());

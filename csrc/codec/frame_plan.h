@@ -17,7 +17,7 @@ struct FrameOptions {
   bool operator==(const FrameOptions&) const = default;
 
   uint8_t dtype = 0;
-  std::optional<uint8_t> shape = 0;      // nothing: by a sample, with room for the worst case
+  std::optional<uint8_t> layout = 0;     // nothing: by a sample, with room for the worst case
   std::optional<uint64_t> var_capacity;  // units; nothing: the worst case
   uint8_t profile = MEMSWAP_CANONICAL;
   uint8_t center = 0;
@@ -26,27 +26,27 @@ struct FrameOptions {
 // Units that an encode may need beyond a var of `var_capacity` units, whatever the elements are. A
 // tile that does not fit goes elsewhere as a whole and leaves up to a tile of var unused: once, or
 // as often as the codec says (memswap_codec::spare_tiles).
-inline uint64_t most_overflow(const frame::Layout& layout, uint64_t var_capacity,
+inline uint64_t most_overflow(const frame::Sections& sections, uint64_t var_capacity,
                               uint32_t spare_tiles) {
-  const uint64_t most = layout.max_var_units();
+  const uint64_t most = sections.max_var_units();
   if (var_capacity >= most) {
     return 0;
   }
-  const uint64_t tile = uint64_t{frame::kTileBlocks} * layout.max_payload_units;
+  const uint64_t tile = uint64_t{frame::kTileBlocks} * sections.max_payload_units;
   return std::min(most, most - var_capacity + spare_tiles * tile);
 }
 
 // A frame whose size is settled.
 struct FramePlan {
   frame::Dtype dtype;
-  frame::Shape shape;
   frame::Layout layout;
+  frame::Sections sections;
   uint64_t var_capacity;  // units
 
-  size_t frame_bytes() const { return layout.bytes(var_capacity); }
+  size_t frame_bytes() const { return sections.bytes(var_capacity); }
 
   uint64_t most_overflow(uint32_t spare_tiles) const {
-    return memswap::most_overflow(layout, var_capacity, spare_tiles);
+    return memswap::most_overflow(sections, var_capacity, spare_tiles);
   }
 };
 
@@ -57,7 +57,7 @@ std::optional<FramePlan> plan_frame(const FrameOptions& options, const void* byt
                                     std::string& refusal);
 
 // Throws std::invalid_argument for codes that name nothing or do not go together.
-frame::Layout checked_layout(int64_t dtype, int64_t shape, uint64_t elements);
+frame::Sections checked_sections(int64_t dtype, int64_t layout, uint64_t elements);
 
 // A job with everything of the plan filled in but the buffers.
 memswap_encode_job encode_job(const FramePlan& plan, const FrameOptions& options);
@@ -67,9 +67,10 @@ struct FrameReport {
   frame::Header header;
 
   uint64_t frame_nbytes() const {
-    const auto layout = frame::layout_of(static_cast<frame::Dtype>(header.dtype),
-                                         static_cast<frame::Shape>(header.shape), header.elements);
-    return layout.bytes(header.var_used) + header.overflow_used * frame::kUnitBytes;
+    const auto sections =
+        frame::sections_of(static_cast<frame::Dtype>(header.dtype),
+                           static_cast<frame::Layout>(header.layout), header.elements);
+    return sections.bytes(header.var_used) + header.overflow_used * frame::kUnitBytes;
   }
 };
 

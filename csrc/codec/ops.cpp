@@ -15,9 +15,9 @@
 namespace memswap {
 namespace {
 
-at::Tensor encode(const at::Tensor& self, int64_t dtype, int64_t shape, bool checksum) {
+at::Tensor encode(const at::Tensor& self, int64_t dtype, int64_t layout, bool checksum) {
   try {
-    at::Tensor frame = encode_tensor(self, dtype, shape, checksum);
+    at::Tensor frame = encode_tensor(self, dtype, layout, checksum);
     if (frame.device().is_cpu()) {
       // The same input gives the same output, whatever the memory held before. (On an accelerator
       // payloads lie where their tiles found room first, which is no more the same twice.)
@@ -32,11 +32,12 @@ at::Tensor encode(const at::Tensor& self, int64_t dtype, int64_t shape, bool che
 }
 
 at::Tensor decode(const at::Tensor& frame, at::IntArrayRef size, at::ScalarType dtype,
-                  std::optional<int64_t> shape) {
-  TORCH_CHECK_VALUE(!shape || (*shape >= 0 && *shape <= frame::kLastShape),
-                    "memswap::decode: no frame has layout ", *shape, " (docs/format.md section 3)");
+                  std::optional<int64_t> layout) {
+  TORCH_CHECK_VALUE(!layout || (*layout >= 0 && *layout <= frame::kLastLayout),
+                    "memswap::decode: no frame has layout ", *layout,
+                    " (docs/format.md section 3)");
   try {
-    const auto known = shape ? std::optional(static_cast<uint8_t>(*shape)) : std::nullopt;
+    const auto known = layout ? std::optional(static_cast<uint8_t>(*layout)) : std::nullopt;
     return decode_tensor(frame, size, dtype, /*check_decode=*/false, known);
   } catch (const DamagedFrameError& fault) {
     TORCH_CHECK(false, "memswap::decode: the frame is damaged: ", fault.what());
@@ -45,11 +46,11 @@ at::Tensor decode(const at::Tensor& frame, at::IntArrayRef size, at::ScalarType 
   }
 }
 
-at::Tensor encode_meta(const at::Tensor& self, int64_t dtype, int64_t shape, bool) {
-  const auto layout = checked_layout(dtype, shape, 0);
+at::Tensor encode_meta(const at::Tensor& self, int64_t dtype, int64_t layout, bool) {
+  const auto sections = checked_sections(dtype, layout, 0);
   const int64_t width = frame::width_of(static_cast<frame::Dtype>(dtype));
   const int64_t per_block =
-      layout.slab_bytes + int64_t{layout.max_payload_units} * frame::kUnitBytes;
+      sections.slab_bytes + int64_t{sections.max_payload_units} * frame::kUnitBytes;
   constexpr int64_t kBlock = frame::kBlockElements;
   constexpr int64_t kTile = frame::kTileBlocks;
   const c10::SymInt elements = self.sym_numel() * static_cast<int64_t>(self.itemsize()) / width;

@@ -23,7 +23,7 @@ namespace memswap {
 namespace {
 
 using frame::Dtype;
-using frame::Shape;
+using frame::Layout;
 
 // A tile, and one of a whole block and a part of one.
 constexpr int64_t kElements = frame::kTileElements + frame::kBlockElements + 700;
@@ -142,27 +142,27 @@ Dtype checked_as(Dtype dtype) {
 }
 
 struct LayoutName {
-  Shape layout;
+  Layout layout;
   const char* name;
 };
 constexpr std::array kLayouts = {
-    LayoutName{Shape::kDense, "dense"}, LayoutName{Shape::kSparse, "sparse"},
-    LayoutName{Shape::kBits, "bits"},   LayoutName{Shape::kInts, "ints"},
-    LayoutName{Shape::kRaw, "raw"},     LayoutName{Shape::kUpcast, "upcast"},
+    LayoutName{Layout::kDense, "dense"}, LayoutName{Layout::kSparse, "sparse"},
+    LayoutName{Layout::kBits, "bits"},   LayoutName{Layout::kInts, "ints"},
+    LayoutName{Layout::kRaw, "raw"},     LayoutName{Layout::kUpcast, "upcast"},
 };
-static_assert(kLayouts.size() == static_cast<size_t>(frame::kLastShape) + 1);
+static_assert(kLayouts.size() == static_cast<size_t>(frame::kLastLayout) + 1);
 
-Element element_of(const Elements& elements, Shape layout) {
+Element element_of(const Elements& elements, Layout layout) {
   switch (layout) {
-    case Shape::kDense:
+    case Layout::kDense:
       return elements.dense;
-    case Shape::kSparse:
+    case Layout::kSparse:
       return elements.sparse;
-    case Shape::kUpcast:
+    case Layout::kUpcast:
       return &upcast_bits;
-    case Shape::kBits:
+    case Layout::kBits:
       return &mask_bits;
-    case Shape::kInts:
+    case Layout::kInts:
       return elements.integers;
     default:
       return &random_word;
@@ -200,7 +200,7 @@ bool same_bits(const at::Tensor& a, const at::Tensor& b) {
 
 // What went wrong with a sample of a dtype and a layout; empty if nothing did.
 std::string fault_of(const memswap_codec& codec, c10::Device device, const Elements& elements,
-                     Shape layout) {
+                     Layout layout) {
   const at::Tensor original = make(elements.dtype, element_of(elements, layout));
   const at::Tensor frame =
       encode_with(codec, original.to(device), static_cast<int64_t>(elements.dtype),
@@ -239,7 +239,7 @@ class Verdict {
         continue;
       }
       for (const auto& [layout, name] : kLayouts) {
-        if (frame::shape_fits(elements.dtype, layout)) {
+        if (frame::layout_fits(elements.dtype, layout)) {
           note(codec, device, elements, layout, name, alike);
         }
       }
@@ -249,7 +249,7 @@ class Verdict {
     }
   }
 
-  std::string of(Dtype dtype, Shape layout) const {
+  std::string of(Dtype dtype, Layout layout) const {
     const auto found = faults_.find({checked_as(dtype), layout});
     return found == faults_.end() ? "" : found->second;
   }
@@ -258,7 +258,7 @@ class Verdict {
 
  private:
   // Goes on behind one that failed: which they are says what is wrong.
-  void note(const memswap_codec& codec, c10::Device device, const Elements& elements, Shape layout,
+  void note(const memswap_codec& codec, c10::Device device, const Elements& elements, Layout layout,
             const char* layout_name, std::vector<std::pair<std::string, std::string>>& alike) {
     std::string fault;
     try {
@@ -285,7 +285,7 @@ class Verdict {
     }
   }
 
-  std::map<std::pair<Dtype, Shape>, std::string> faults_;
+  std::map<std::pair<Dtype, Layout>, std::string> faults_;
   std::vector<std::string> summary_;
 };
 
@@ -329,7 +329,7 @@ std::string distrust(const memswap_codec& codec, c10::Device device, uint8_t dty
     return "";
   }
   try {
-    return verdict(codec, device).of(static_cast<Dtype>(dtype), static_cast<Shape>(layout));
+    return verdict(codec, device).of(static_cast<Dtype>(dtype), static_cast<Layout>(layout));
   } catch (const c10::OutOfMemoryError&) {
     return no_memory(codec, device);
   }

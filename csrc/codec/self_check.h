@@ -11,7 +11,7 @@
 
 namespace memswap {
 
-// Why the codec must not encode tensors of a dtype (frame::Dtype) in a layout (frame::Shape) on
+// Why the codec must not encode tensors of a dtype (frame::Dtype) in a layout (frame::Layout) on
 // this device, in words for the user; empty where it may. A codec that asks for it
 // (memswap_codec::check_first) encodes and decodes a small tensor of each dtype in each layout that
 // fits it, on the current stream, and every bit is compared; the first call for a codec and a

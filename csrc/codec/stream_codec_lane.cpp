@@ -227,7 +227,7 @@ std::optional<FramePlan> StreamCodecLane::plan(const StorageRefPtr& storage,
   TORCH_CHECK_VALUE(storage && storage->storage.device() == streams_->device(),
                     "memswap: this codec lane serves ", streams_->device(), ", found ",
                     storage ? storage->storage.device().str() : "None");
-  TORCH_CHECK_VALUE(options.shape, "memswap: an encode on ", streams_->device(),
+  TORCH_CHECK_VALUE(options.layout, "memswap: an encode on ", streams_->device(),
                     " waits for no sample, so it is told a layout; found None");
   const memswap_codec* codec = codec_of(streams_->device().type());
   if (codec == nullptr) {
@@ -238,7 +238,7 @@ std::optional<FramePlan> StreamCodecLane::plan(const StorageRefPtr& storage,
   if (!plan) {
     return refuse(std::move(reason));
   }
-  if (std::string fault = distrust(*codec, streams_->device(), options.dtype, *options.shape);
+  if (std::string fault = distrust(*codec, streams_->device(), options.dtype, *options.layout);
       !fault.empty()) {
     return refuse(std::move(fault));
   }
@@ -394,10 +394,10 @@ std::pair<StorageRefPtr, TicketPtr> StreamCodecLane::decode(const EncodedStorage
   Arena::Reading overflow = encoded->overflow() ? encoded->overflow()->read() : Arena::Reading();
   job.overflow = overflow.memory();
   job.overflow_capacity = overflow.capacity();
-  job.elements = plan.layout.elements;
+  job.elements = plan.sections.elements;
   job.output = job.elements > 0 ? output->storage.mutable_data() : frame->storage.mutable_data();
   job.dtype = static_cast<uint8_t>(plan.dtype);
-  job.shape_hint = static_cast<uint8_t>(1 + static_cast<uint32_t>(plan.shape));
+  job.layout_hint = static_cast<uint8_t>(1 + static_cast<uint32_t>(plan.layout));
   job.status = status_.word();
   const int code = launch("memswap::decode", decode_stream_, job, codec.decode, nullptr);
   ticket->record(decode_stream_);

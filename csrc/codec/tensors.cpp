@@ -134,7 +134,7 @@ static const memswap_codec& codec_to_encode(const at::Tensor& self) {
 
 uint8_t choose_layout(const at::Tensor& self, int64_t dtype) {
   (void)codec_to_encode(self);
-  checked_layout(dtype, static_cast<int64_t>(frame::Shape::kRaw), 0);
+  checked_sections(dtype, static_cast<int64_t>(frame::Layout::kRaw), 0);
   const auto code = static_cast<uint8_t>(dtype);
   const at::Tensor input = self.contiguous();
   const uint32_t width = frame::width_of(static_cast<frame::Dtype>(dtype));
@@ -145,32 +145,32 @@ uint8_t choose_layout(const at::Tensor& self, int64_t dtype) {
   const uint64_t elements = input.nbytes() / width;
   const memswap_launch threads = on_torch_threads();
   if (input.is_cpu()) {
-    return memswap_choose_shape(input.const_data_ptr(), elements, code, &threads);
+    return memswap_choose_layout(input.const_data_ptr(), elements, code, &threads);
   }
   const c10::DeviceGuard guard(input.device());
   const at::Tensor sample = sampled_blocks(input, elements, width);
-  return memswap_choose_shape_of_sample(sample.const_data_ptr(), elements, code, &threads);
+  return memswap_choose_layout_of_sample(sample.const_data_ptr(), elements, code, &threads);
 }
 
-at::Tensor encode_tensor(const at::Tensor& self, int64_t dtype, int64_t shape, bool checksum) {
+at::Tensor encode_tensor(const at::Tensor& self, int64_t dtype, int64_t layout, bool checksum) {
   const memswap_codec& codec = codec_to_encode(self);
-  checked_layout(dtype, shape, 0);
+  checked_sections(dtype, layout, 0);
   if (const std::string reason =
-          distrust(codec, self.device(), static_cast<uint8_t>(dtype), static_cast<uint8_t>(shape));
+          distrust(codec, self.device(), static_cast<uint8_t>(dtype), static_cast<uint8_t>(layout));
       !reason.empty()) {
     throw std::runtime_error("memswap: " + reason);
   }
-  return encode_with(codec, self, dtype, shape, checksum);
+  return encode_with(codec, self, dtype, layout, checksum);
 }
 
 at::Tensor encode_with(const memswap_codec& codec, const at::Tensor& self, int64_t dtype,
-                       int64_t shape, bool checksum) {
+                       int64_t layout, bool checksum) {
   const c10::DeviceGuard guard(self.device());
   const at::Tensor input = self.contiguous();
-  checked_layout(dtype, shape, 0);
+  checked_sections(dtype, layout, 0);
   FrameOptions options;
   options.dtype = static_cast<uint8_t>(dtype);
-  options.shape = static_cast<uint8_t>(shape);
+  options.layout = static_cast<uint8_t>(layout);
   std::string reason;
   const auto plan = plan_frame(options, input.const_data_ptr(), input.nbytes(), reason);
   if (!plan) {
@@ -197,8 +197,8 @@ FrameReport read_header(const at::Tensor& frame) {
                             std::to_string(frame::kHeaderBytes));
   }
   std::memcpy(&report.header, frame.const_data_ptr(), sizeof(report.header));
-  frame::Layout layout{};
-  if (!frame::validate(report.header, nbytes, 0, &layout)) {
+  frame::Sections sections{};
+  if (!frame::validate(report.header, nbytes, 0, &sections)) {
     throw DamagedFrameError("the header contradicts itself or the length of " +
                             std::to_string(nbytes) + " bytes");
   }
@@ -231,12 +231,12 @@ at::Tensor exact_frame(const at::Tensor& frame) {
 }
 
 at::Tensor decode_tensor(const at::Tensor& given, at::IntArrayRef size, at::ScalarType dtype,
-                         bool check_decode, std::optional<uint8_t> shape) {
-  return decode_with(codec_for(given), given, size, dtype, check_decode, shape);
+                         bool check_decode, std::optional<uint8_t> layout) {
+  return decode_with(codec_for(given), given, size, dtype, check_decode, layout);
 }
 
 at::Tensor decode_with(const memswap_codec& codec, const at::Tensor& given, at::IntArrayRef size,
-                       at::ScalarType dtype, bool check_decode, std::optional<uint8_t> shape) {
+                       at::ScalarType dtype, bool check_decode, std::optional<uint8_t> layout) {
   const c10::DeviceGuard guard(given.device());
   const at::Tensor frame = aligned(given);
   const frame::Dtype code = frame_dtype(dtype);
@@ -259,7 +259,7 @@ at::Tensor decode_with(const memswap_codec& codec, const at::Tensor& given, at::
   job.elements = elements;
   job.dtype = static_cast<uint8_t>(code);
   job.verify = 1;
-  job.shape_hint = static_cast<uint8_t>(shape ? 1 + *shape : 0);
+  job.layout_hint = static_cast<uint8_t>(layout ? 1 + *layout : 0);
   job.status = on_host ? &status : static_cast<uint32_t*>(device_status.mutable_data_ptr());
   // Never null, and never written where there are no elements.
   job.output = job.elements > 0 ? output.mutable_data_ptr() : const_cast<void*>(job.frame);

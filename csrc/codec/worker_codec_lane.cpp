@@ -70,7 +70,7 @@ class Encode final : public WorkTicket {
     auto* header = static_cast<frame::Header*>(block_->data());
     const void* const bytes = storage_->storage.data();
     const memswap_launch here = launch_here();
-    if (!options_.shape) {
+    if (!options_.layout) {
       choose_layout(bytes, here);
     }
     memswap_encode_job job = encode_job(plan_, options_);
@@ -84,7 +84,7 @@ class Encode final : public WorkTicket {
     }
     header->var_capacity = header->var_used;  // exact, and therefore portable
     report_ = FrameReport{*header};
-    block_->shrink(plan_.layout.bytes(header->var_used));
+    block_->shrink(plan_.sections.bytes(header->var_used));
     if (destination_) {
       move_to_destination();
     }
@@ -94,12 +94,12 @@ class Encode final : public WorkTicket {
 
   // The plan had room for any.
   void choose_layout(const void* bytes, const memswap_launch& here) {
-    options_.shape = memswap_choose_shape(bytes, plan_.layout.elements, options_.dtype, &here);
+    options_.layout = memswap_choose_layout(bytes, plan_.sections.elements, options_.dtype, &here);
     std::string refusal;
     const auto plan = plan_frame(options_, bytes, frame_->raw_nbytes, refusal);
     if (!plan || plan->frame_bytes() > block_->nbytes()) {
       throw TransferError("cannot encode " + of_bytes(frame_->raw_nbytes) + " in layout " +
-                          std::to_string(*options_.shape) + ": " + refusal);
+                          std::to_string(*options_.layout) + ": " + refusal);
     }
     plan_ = *plan;
   }

@@ -15,7 +15,7 @@ namespace memswap {
 namespace {
 
 using frame::Dtype;
-using Layouts = frame::Shape;
+using frame::Layout;
 
 // How much a tensor's frame gets longer or shorter, relative to the last one, before its layout is
 // chosen anew from a sample.
@@ -45,39 +45,39 @@ double slab_bits(Dtype dtype) {
 }
 
 // Bits of var per element for a frame of a layout that was not seen yet.
-double first_bits(Dtype dtype, Layouts layout) {
-  if (layout == Layouts::kInts) {
+double first_bits(Dtype dtype, Layout layout) {
+  if (layout == Layout::kInts) {
     return 4.0 * frame::width_of(dtype);  // half of it
   }
-  return layout == Layouts::kBits ? kBitmapBits : kFirstBits;
+  return layout == Layout::kBits ? kBitmapBits : kFirstBits;
 }
 
 uint64_t elements_of(const TensorKey& key, Dtype dtype) {
   return static_cast<uint64_t>(key.nbytes) / frame::width_of(dtype);
 }
 
-frame::Layout layout_for(const TensorKey& key, Dtype dtype, Layouts layout) {
-  return checked_layout(static_cast<int64_t>(dtype), static_cast<int64_t>(layout),
-                        elements_of(key, dtype));
+frame::Sections sections_for(const TensorKey& key, Dtype dtype, Layout layout) {
+  return checked_sections(static_cast<int64_t>(dtype), static_cast<int64_t>(layout),
+                          elements_of(key, dtype));
 }
 
 // The same place, of no size.
 TensorKey place_of(const TensorKey& key) { return {key.unit, key.ordinal, 0, key.dtype}; }
 
-Expectation declined(const TensorKey& key, Dtype dtype, Layouts layout) {
+Expectation declined(const TensorKey& key, Dtype dtype, Layout layout) {
   return {.key = key,
           .options = {.dtype = static_cast<uint8_t>(dtype),
-                      .shape = static_cast<uint8_t>(layout),
+                      .layout = static_cast<uint8_t>(layout),
                       .var_capacity = 0}};
 }
 
 }  // namespace
 
-frame::Shape first_layout(Dtype dtype) {
+frame::Layout first_layout(Dtype dtype) {
   if (frame::is_float(dtype)) {
-    return Layouts::kDense;
+    return Layout::kDense;
   }
-  return dtype == Dtype::kBool ? Layouts::kBits : Layouts::kInts;
+  return dtype == Dtype::kBool ? Layout::kBits : Layout::kInts;
 }
 
 FrameFacts::FrameFacts(const FrameReport& report)
@@ -91,7 +91,7 @@ FrameFacts::FrameFacts(const FrameReport& report)
       lq2_blocks(report.header.mode_count[frame::kLq2 - 1]),
       fw2_blocks(report.header.mode_count[frame::kFw2 - 1]),
       status(report.header.status),
-      layout(report.header.shape) {}
+      layout(report.header.layout) {}
 
 size_t Expectations::Hash::operator()(const TensorKey& key) const {
   size_t hash = std::hash<std::string>()(key.unit);
@@ -130,7 +130,7 @@ size_t Expectations::size() {
 }
 
 // The device may have to be waited for, and nobody else waits for that.
-std::string Expectations::fault_of(Lock& lock, Dtype dtype, Layouts layout) {
+std::string Expectations::fault_of(Lock& lock, Dtype dtype, Layout layout) {
   if (!device_.fault || trusted_.contains({dtype, layout})) {
     return {};
   }
@@ -158,7 +158,7 @@ Expectations::Known& Expectations::remember(const TensorKey& key, Dtype dtype) {
   } else {
     made.layout = first_layout(dtype);
     made.bits = first_bits(dtype, made.layout);
-    const auto fixed = static_cast<double>(layout_for(key, dtype, made.layout).var);
+    const auto fixed = static_cast<double>(sections_for(key, dtype, made.layout).var);
     if (fixed > limits_.worth * static_cast<double>(key.nbytes) ||
         key.nbytes % frame::width_of(dtype) != 0) {
       made.share = kNeverShrinks;  // too few elements, or bytes that are no elements: for good
@@ -191,11 +191,11 @@ Expectation Expectations::of(const TensorKey& key, std::optional<int64_t> most_b
     const bool sampled = known.sample || known.encodes % limits_.retry_after == 0;
     Expectation worst{.key = key, .pays = true};
     worst.options.dtype = static_cast<uint8_t>(dtype);
-    worst.options.shape =
+    worst.options.layout =
         sampled ? std::nullopt : std::optional(static_cast<uint8_t>(known.layout));
     return worst;
   }
-  if (const std::optional<Layouts> other = worth_trying(lock, key, dtype)) {
+  if (const std::optional<Layout> other = worth_trying(lock, key, dtype)) {
     Expectation tried = expected(key, dtype, *other, first_bits(dtype, *other), most_bytes);
     if (tried.pays) {
       tried.trial = true;
@@ -227,11 +227,11 @@ std::optional<FrameSizes> Expectations::sizes(const TensorKey& key) {
     return FrameSizes{used, used, 0};
   }
   const Dtype dtype = frame_dtype(key.dtype);
-  const frame::Layout layout = layout_for(key, dtype, known->layout);
-  const uint64_t units = capacity(layout, elements_of(key, dtype), known->bits);
-  return FrameSizes{
-      used, static_cast<int64_t>(layout.bytes(units)),
-      static_cast<int64_t>(most_overflow(layout, units, device_.spare_tiles) * frame::kUnitBytes)};
+  const frame::Sections sections = sections_for(key, dtype, known->layout);
+  const uint64_t units = capacity(sections, elements_of(key, dtype), known->bits);
+  return FrameSizes{used, static_cast<int64_t>(sections.bytes(units)),
+                    static_cast<int64_t>(most_overflow(sections, units, device_.spare_tiles) *
+                                         frame::kUnitBytes)};
 }
 
 Expectation Expectations::settled(const Expectation& trial) {
@@ -255,13 +255,13 @@ void Expectations::learn(const Expectation& expectation, const FrameFacts& facts
     const double seen = known.share && *known.share != kNeverShrinks ? *known.share : share;
     // What a sample has just chosen is not chosen anew.
     known.sample =
-        expectation.options.shape.has_value() && std::abs(share - seen) > kChanged * seen;
-    known.layout = static_cast<Layouts>(facts.layout);
+        expectation.options.layout.has_value() && std::abs(share - seen) > kChanged * seen;
+    known.layout = static_cast<Layout>(facts.layout);
     known.share = share;
     return;
   }
-  const Layouts layout =
-      expectation.options.shape ? static_cast<Layouts>(*expectation.options.shape) : known.layout;
+  const Layout layout =
+      expectation.options.layout ? static_cast<Layout>(*expectation.options.layout) : known.layout;
   if (expectation.trial && known.share && share > limits_.worth * *known.share) {
     return;  // the other layout was no better
   }
@@ -273,7 +273,7 @@ void Expectations::learn(const Expectation& expectation, const FrameFacts& facts
   known.layout = layout;
   known.share = share;
   known.bits = static_cast<double>(facts.var_used + facts.overflow_used) * kUnitBits / elements;
-  const bool dense = layout == Layouts::kDense;
+  const bool dense = layout == Layout::kDense;
   if (expectation.options.profile == MEMSWAP_CANONICAL) {
     const auto in_lq2 = static_cast<double>(facts.lq2_blocks);
     known.canonical = share;
@@ -290,17 +290,17 @@ void Expectations::learn(const Expectation& expectation, const FrameFacts& facts
   if (dense && zeros > kSparseFrom) {
     // Everything stands in var: the bitmap, and all of what is not zero.
     const auto dtype = static_cast<Dtype>(expectation.options.dtype);
-    if (fault_of(lock, dtype, Layouts::kSparse).empty()) {
+    if (fault_of(lock, dtype, Layout::kSparse).empty()) {
       const double survivor_bits = slab_bits(dtype) + kFirstBits;
-      turn(known, Layouts::kSparse, kBitmapBits + (1 - zeros) * survivor_bits);
+      turn(known, Layout::kSparse, kBitmapBits + (1 - zeros) * survivor_bits);
     }
-  } else if (layout == Layouts::kSparse && zeros < kSparseUntil) {
-    turn(known, Layouts::kDense, kFirstBits);
+  } else if (layout == Layout::kSparse && zeros < kSparseUntil) {
+    turn(known, Layout::kDense, kFirstBits);
   }
 }
 
 // The next frame has another layout. Of that one nothing has been seen yet.
-void Expectations::turn(Known& known, Layouts layout, double bits) const {
+void Expectations::turn(Known& known, Layout layout, double bits) const {
   known.layout = layout;
   known.bits = bits;
   known.one_center = known.flat = false;
@@ -309,14 +309,14 @@ void Expectations::turn(Known& known, Layouts layout, double bits) const {
 }
 
 // Another layout that statistics of the present one cannot speak about, now and then.
-std::optional<frame::Shape> Expectations::worth_trying(Lock& lock, const TensorKey& key,
-                                                       Dtype dtype) {
+std::optional<frame::Layout> Expectations::worth_trying(Lock& lock, const TensorKey& key,
+                                                        Dtype dtype) {
   Known& known = *known_.find(key);
-  if (!known.share || known.layout != Layouts::kDense || known.encodes % limits_.retry_after != 2 ||
+  if (!known.share || known.layout != Layout::kDense || known.encodes % limits_.retry_after != 2 ||
       (!known.flat && dtype != Dtype::kFp32)) {
     return std::nullopt;
   }
-  const Layouts other = known.flat ? Layouts::kInts : Layouts::kUpcast;
+  const Layout other = known.flat ? Layout::kInts : Layout::kUpcast;
   if (!fault_of(lock, dtype, other).empty()) {
     return std::nullopt;
   }
@@ -328,29 +328,30 @@ std::optional<frame::Shape> Expectations::worth_trying(Lock& lock, const TensorK
   return other;
 }
 
-Expectation Expectations::expected(const TensorKey& key, Dtype dtype, Layouts layout, double bits,
+Expectation Expectations::expected(const TensorKey& key, Dtype dtype, Layout layout, double bits,
                                    std::optional<int64_t> most_bytes) const {
-  const frame::Layout sizes = layout_for(key, dtype, layout);
-  uint64_t units = capacity(sizes, elements_of(key, dtype), bits);
+  const frame::Sections sections = sections_for(key, dtype, layout);
+  uint64_t units = capacity(sections, elements_of(key, dtype), bits);
   Expectation made{.key = key, .pays = true, .most_bytes = most_bytes};
   if (most_bytes) {
-    const auto fixed = static_cast<int64_t>(sizes.var);
+    const auto fixed = static_cast<int64_t>(sections.var);
     made.pays = fixed <= *most_bytes;
     const int64_t left = std::max<int64_t>(*most_bytes - fixed, 0);
     units = std::min(units, static_cast<uint64_t>(left) / frame::kUnitBytes);
   }
   made.options = {.dtype = static_cast<uint8_t>(dtype),
-                  .shape = static_cast<uint8_t>(layout),
+                  .layout = static_cast<uint8_t>(layout),
                   .var_capacity = units};
   return made;
 }
 
 // Units of var for so many bits per element, with a margin.
-uint64_t Expectations::capacity(const frame::Layout& layout, uint64_t elements, double bits) const {
+uint64_t Expectations::capacity(const frame::Sections& sections, uint64_t elements,
+                                double bits) const {
   const double wanted =
       std::ceil(static_cast<double>(elements) * bits * limits_.margin / kUnitBits) +
       static_cast<double>(limits_.margin_units);
-  return std::min(static_cast<uint64_t>(wanted), layout.max_var_units());
+  return std::min(static_cast<uint64_t>(wanted), sections.max_var_units());
 }
 
 }  // namespace memswap

@@ -126,7 +126,7 @@ class Expectations {
  private:
   // What is known of one tensor.
   struct Known {
-    frame::Shape layout = frame::Shape::kRaw;
+    frame::Layout layout = frame::Layout::kRaw;
     double bits = 0;              // of var, per element
     std::optional<double> share;  // of the raw bytes that the frame took; nothing: not seen yet
     uint8_t center = 0;
@@ -142,18 +142,18 @@ class Expectations {
   };
   using Lock = std::unique_lock<std::mutex>;
 
-  std::string fault_of(Lock& lock, frame::Dtype dtype, frame::Shape layout);
+  std::string fault_of(Lock& lock, frame::Dtype dtype, frame::Layout layout);
   Known& remember(const TensorKey& key, frame::Dtype dtype);
-  std::optional<frame::Shape> worth_trying(Lock& lock, const TensorKey& key, frame::Dtype dtype);
-  Expectation expected(const TensorKey& key, frame::Dtype dtype, frame::Shape layout, double bits,
+  std::optional<frame::Layout> worth_trying(Lock& lock, const TensorKey& key, frame::Dtype dtype);
+  Expectation expected(const TensorKey& key, frame::Dtype dtype, frame::Layout layout, double bits,
                        std::optional<int64_t> most_bytes) const;
-  uint64_t capacity(const frame::Layout& layout, uint64_t elements, double bits) const;
-  void turn(Known& known, frame::Shape layout, double bits) const;
+  uint64_t capacity(const frame::Sections& sections, uint64_t elements, double bits) const;
+  void turn(Known& known, frame::Layout layout, double bits) const;
 
   const Device device_;
   const ExpectationLimits limits_;
   std::mutex mutex_;
-  std::set<std::pair<frame::Dtype, frame::Shape>> trusted_;
+  std::set<std::pair<frame::Dtype, frame::Layout>> trusted_;
   Latest<TensorKey, Known, Hash> known_;
   // The last tensor of any size in the same place: its statistics are per element.
   Latest<TensorKey, TensorKey, Hash> alike_;
@@ -163,6 +163,6 @@ class Expectations {
 using ExpectationsPtr = std::shared_ptr<Expectations>;
 
 // The layout for a dtype of which nothing else is known.
-frame::Shape first_layout(frame::Dtype dtype);
+frame::Layout first_layout(frame::Dtype dtype);
 
 }  // namespace memswap

@@ -69,7 +69,7 @@ bool Engine::encode(const EntryPtr& entry, const StorageRefPtr& storage, const L
 const char* Engine::distrusted(const Expectation& expectation, const Entry& entry) {
   const FrameOptions& options = expectation.options;
   ledger.tell_once("codec fault " + std::to_string(options.dtype) + " " +
-                       std::to_string(options.shape.value_or(0)),
+                       std::to_string(options.layout.value_or(0)),
                    "a storage of " + std::to_string(entry.nbytes()) + " bytes on " +
                        entry.device().str() + " is not encoded: " + expectation.fault +
                        ". Training goes on with less memory saved.");

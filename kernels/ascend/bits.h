@@ -1,4 +1,5 @@
-// Shape bits: one-byte elements that are 0 or 1 as a bitmap; blocks with anything else are literal.
+// Layout bits: one-byte elements that are 0 or 1 as a bitmap; blocks with anything else are
+// literal.
 #pragma once
 
 #include "bitmaps.h"

@@ -16,7 +16,7 @@ namespace memswap::ascend {
 namespace {
 
 using frame::Dtype;
-using frame::Shape;
+using frame::Layout;
 
 constexpr int kNoCores = -3;
 
@@ -77,22 +77,22 @@ const WidthKernels& width_kernels(Dtype dtype) {
   return kWidths[width == 1 ? 0 : width == 2 ? 1 : width == 4 ? 2 : 3];
 }
 
-// Null where the shape does not fit the dtype.
-EncodeLaunch encoder_of(Dtype dtype, Shape shape) {
+// Null where the layout does not fit the dtype.
+EncodeLaunch encoder_of(Dtype dtype, Layout layout) {
   const FloatKernels* floats = float_kernels(dtype);
   const WidthKernels& any = width_kernels(dtype);
-  switch (shape) {
-    case Shape::kDense:
+  switch (layout) {
+    case Layout::kDense:
       return floats != nullptr ? floats->dense : nullptr;
-    case Shape::kSparse:
+    case Layout::kSparse:
       return floats != nullptr ? floats->sparse : nullptr;
-    case Shape::kUpcast:
+    case Layout::kUpcast:
       return ENCODER(upcast);
-    case Shape::kBits:
+    case Layout::kBits:
       return ENCODER(bits);
-    case Shape::kInts:
+    case Layout::kInts:
       return frame::is_signed(dtype) ? any.signed_ints : any.unsigned_ints;
-    case Shape::kRaw:
+    case Layout::kRaw:
       return any.raw;
   }
   return nullptr;
@@ -114,14 +114,14 @@ uint32_t blocks_for(uint64_t elements, uint32_t cores, const memswap_launch& whe
 
 int run(const memswap_encode_job& job, uint32_t cores, const memswap_launch& where) {
   const Dtype dtype = static_cast<Dtype>(job.dtype);
-  const Shape shape = static_cast<Shape>(job.shape);
-  const EncodeLaunch encoder = encoder_of(dtype, shape);
+  const Layout layout = static_cast<Layout>(job.layout);
+  const EncodeLaunch encoder = encoder_of(dtype, layout);
   const uint32_t blocks = blocks_for(job.elements, cores, where);
   const auto launch = [&](EncodeLaunch kernel, uint32_t on, uint32_t pass) {
     return static_cast<int>(kernel(on, where.stream, const_cast<void*>(job.input), job.frame,
                                    job.overflow, job.overflow_cursor, job.elements,
-                                   job.var_capacity, job.overflow_capacity, job.dtype, job.shape,
-                                   frame::slab_bytes(dtype, shape), job.checksum != 0,
+                                   job.var_capacity, job.overflow_capacity, job.dtype, job.layout,
+                                   frame::slab_bytes(dtype, layout), job.checksum != 0,
                                    job.profile == MEMSWAP_FAST, job.center, pass));
   };
   int error = launch(aclrtlaunch_memswap_ascend_begin_frame, 1, 0);
@@ -129,7 +129,7 @@ int run(const memswap_encode_job& job, uint32_t cores, const memswap_launch& whe
     return error;
   }
   error = launch(encoder, blocks, kMeasure);
-  if (error != 0 || shape == Shape::kRaw) {
+  if (error != 0 || layout == Layout::kRaw) {
     return error;
   }
   error = launch(aclrtlaunch_memswap_ascend_place_tiles, 1, 0);

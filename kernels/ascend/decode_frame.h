@@ -1,8 +1,8 @@
-// The decoder around all shapes: records, loading ahead, checksums and output. What a shape does is
-// the Reader's business:
+// The decoder around all layouts: records, loading ahead, checksums and output. What a layout does
+// is the Reader's business:
 //
 //   kWidth, kSlabBytes, kSlotBytes  what of a block's payload is loaded ahead, at most; 0: nothing
-//   takes(mode)                     the modes of the shape
+//   takes(mode)                     the modes of the layout
 //   kMaxUnits                       of a block's payload
 //   kUnifiedBytes                   of UB that init takes
 //   init(pipe)

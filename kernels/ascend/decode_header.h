@@ -10,12 +10,12 @@ namespace memswap::ascend {
 // The fields of a checked header.
 struct FrameHeader {
   uint32_t status = frame::kBadHeader;  // kOk: the rest is valid
-  uint32_t shape = 0;
+  uint32_t layout = 0;
   bool checked = false;  // the records have checksums
   uint64_t var_capacity = 0;
 };
 
-// frame::validate on the scalar unit. `slab_bytes_of(shape)`: 0xffffffff where the shape does not
+// frame::validate on the scalar unit. `slab_bytes_of(layout)`: 0xffffffff where the layout does not
 // fit the dtype.
 template <class SlabBytes>
 __aicore__ inline FrameHeader read_header(TPipe* pipe, const DecodeJob& job,
@@ -28,16 +28,16 @@ __aicore__ inline FrameHeader read_header(TPipe* pipe, const DecodeJob& job,
   FrameHeader header;
   const uint32_t version = words.GetValue(HeaderWord::kVersion);
   const uint32_t flags = words.GetValue(HeaderWord::kFlags);
-  header.shape = version >> 24;
+  header.layout = version >> 24;
   if (words.GetValue(HeaderWord::kMagic) != frame::kMagic ||
       (version & 0xffffu) != frame::kVersion || (version >> 16 & 0xffu) != job.dtype ||
-      header.shape > frame::kLastShape ||
+      header.layout > frame::kLastLayout ||
       (flags & ~uint32_t{frame::kOrdered | frame::kChecked}) != 0 ||
       words.GetValue(HeaderWord::kStatus) != frame::kOk ||
       wide(HeaderWord::kElements) != job.elements) {
     return header;
   }
-  const uint32_t slab_bytes = slab_bytes_of(header.shape);
+  const uint32_t slab_bytes = slab_bytes_of(header.layout);
   if (slab_bytes == 0xffffffffu || words.GetValue(HeaderWord::kSlabBytes) != slab_bytes) {
     return header;
   }

@@ -19,37 +19,37 @@ __aicore__ inline uint32_t decode_with(TPipe* pipe, const DecodeJob& job,
   return decoder.run();
 }
 
-// A frame's shape is known to the device alone, so one kernel per width decodes all that its dtypes
-// may have. `Split` is void for dtypes that are not split. `visit` is called with a null pointer to
-// the shape's reader; false where the shape does not fit the dtype.
+// A frame's layout is known to the device alone, so one kernel per width decodes all that its
+// dtypes may have. `Split` is void for dtypes that are not split. `visit` is called with a null
+// pointer to the layout's reader; false where the layout does not fit the dtype.
 template <uint32_t kWidth, class Split, class Visit>
-__aicore__ inline bool with_reader(uint32_t shape, Visit visit) {
-  switch (static_cast<frame::Shape>(shape)) {
-    case frame::Shape::kRaw:
+__aicore__ inline bool with_reader(uint32_t layout, Visit visit) {
+  switch (static_cast<frame::Layout>(layout)) {
+    case frame::Layout::kRaw:
       visit(static_cast<RawReader<kWidth>*>(nullptr));
       return true;
-    case frame::Shape::kInts:
+    case frame::Layout::kInts:
       visit(static_cast<AnyIntsReader<kWidth>*>(nullptr));
       return true;
-    case frame::Shape::kBits:
+    case frame::Layout::kBits:
       if constexpr (kWidth == 1) {
         visit(static_cast<BitsReader*>(nullptr));
         return true;
       }
       return false;
-    case frame::Shape::kDense:
+    case frame::Layout::kDense:
       if constexpr (!std::is_void_v<Split>) {
         visit(static_cast<DenseReader<Split>*>(nullptr));
         return true;
       }
       return false;
-    case frame::Shape::kSparse:
+    case frame::Layout::kSparse:
       if constexpr (!std::is_void_v<Split>) {
         visit(static_cast<SparseReader<Split>*>(nullptr));
         return true;
       }
       return false;
-    case frame::Shape::kUpcast:
+    case frame::Layout::kUpcast:
       if constexpr (std::is_same_v<Split, SplitFp32>) {
         visit(static_cast<DenseReader<SplitUpcast>*>(nullptr));
         return true;
@@ -62,16 +62,16 @@ __aicore__ inline bool with_reader(uint32_t shape, Visit visit) {
 template <uint32_t kWidth, class Split>
 __aicore__ inline void decode_frame(const DecodeJob& job) {
   TPipe pipe;
-  const FrameHeader header = read_header(&pipe, job, [](uint32_t shape) __aicore__ {
+  const FrameHeader header = read_header(&pipe, job, [](uint32_t layout) __aicore__ {
     uint32_t slab_bytes = 0xffffffffu;
-    with_reader<kWidth, Split>(shape, [&](auto* reader) __aicore__ {
+    with_reader<kWidth, Split>(layout, [&](auto* reader) __aicore__ {
       slab_bytes = std::remove_pointer_t<decltype(reader)>::kSlabBytes;
     });
     return slab_bytes;
   });
   uint32_t errors = GetBlockIdx() == 0 ? header.status : 0;
   if (header.status == frame::kOk) {
-    with_reader<kWidth, Split>(header.shape, [&](auto* reader) __aicore__ {
+    with_reader<kWidth, Split>(header.layout, [&](auto* reader) __aicore__ {
       errors = decode_with<std::remove_pointer_t<decltype(reader)>>(&pipe, job, header);
     });
   }

@@ -1,4 +1,4 @@
-// The reader of shapes dense and upcast: every mode.
+// The reader of layouts dense and upcast: every mode.
 #pragma once
 
 #include "decode_frame.h"

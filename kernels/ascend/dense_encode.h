@@ -1,6 +1,6 @@
-// The coder of shapes dense and upcast: per block the shortest of FW, LQ2 and LQ3, as the canonical
-// encoder has it (docs/format.md section 5). In shape upcast a block whose low halves are not all 0
-// is literal.
+// The coder of layouts dense and upcast: per block the shortest of FW, LQ2 and LQ3, as the
+// canonical encoder has it (docs/format.md section 5). In layout upcast a block whose low halves
+// are not all 0 is literal.
 #pragma once
 
 #include "encode_frame.h"

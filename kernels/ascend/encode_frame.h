@@ -1,5 +1,5 @@
-// The encoder around all shapes: loading, records, checksums, slabs and counters. What becomes of a
-// step's blocks is the Coder's business:
+// The encoder around all layouts: loading, records, checksums, slabs and counters. What becomes of
+// a step's blocks is the Coder's business:
 //
 //   kWidth, kSlabBytes
 //   kHasPayloads        false: measuring stores the slabs as well, and nothing is left to store

@@ -1,5 +1,5 @@
 // Entries of the kernels that encode. One job per launch; four launches make a frame, two one of
-// shape raw, and one that of no element (codec.cpp).
+// layout raw, and one that of no element (codec.cpp).
 #include "bits.h"
 #include "dense_encode.h"
 #include "ints.h"

@@ -54,11 +54,11 @@
 // GM_ADDR in kernels and void* on the host.
 #define MEMSWAP_ASCEND_ENCODE_PARAMETERS(Pointer)                                             \
   Pointer input, Pointer frame, Pointer overflow, Pointer overflow_cursor, uint64_t elements, \
-      uint64_t var_capacity, uint64_t overflow_capacity, uint32_t dtype, uint32_t shape,      \
+      uint64_t var_capacity, uint64_t overflow_capacity, uint32_t dtype, uint32_t layout,     \
       uint32_t slab_bytes, uint32_t checksum, uint32_t fast, uint32_t center, uint32_t pass
 #define MEMSWAP_ASCEND_ENCODE_ARGUMENTS                                                      \
   input, frame, overflow, overflow_cursor, elements, var_capacity, overflow_capacity, dtype, \
-      shape, slab_bytes, checksum, fast, center, pass
+      layout, slab_bytes, checksum, fast, center, pass
 #define MEMSWAP_ASCEND_DECODE_PARAMETERS(Pointer)                                              \
   Pointer frame, Pointer output, Pointer status, Pointer overflow, uint64_t overflow_capacity, \
       uint64_t frame_bytes, uint64_t elements, uint32_t dtype, uint32_t verify

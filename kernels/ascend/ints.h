@@ -1,4 +1,4 @@
-// Shape ints for elements of 1, 2 and 4 bytes: distances above the block's minimum.
+// Layout ints for elements of 1, 2 and 4 bytes: distances above the block's minimum.
 #pragma once
 
 #include "halves.h"

@@ -1,4 +1,4 @@
-// Shape ints for elements of 8 bytes, in words of 32 bits: the vector unit orders and adds no
+// Layout ints for elements of 8 bytes, in words of 32 bits: the vector unit orders and adds no
 // others.
 #pragma once
 

@@ -16,7 +16,7 @@
 // on any number of cores. Slices of var that cores own would spare the second reading of the
 // elements, and are ruled out by the canonical frame, which is ordered and has no gaps;
 // docs/ascend.md ("Why an encode reads a tensor twice") has the other reasons. Only the last tile's
-// room of var can stay unused while a tile goes to the arena. Shape raw has no payloads and takes
+// room of var can stay unused while a tile goes to the arena. Layout raw has no payloads and takes
 // the first launch alone, which then stores its slabs.
 //
 // The arena's cursor is read and written by that one core, without atomics: encodes that share an
@@ -41,7 +41,7 @@ struct EncodeJob {
   uint64_t var_capacity;       // units
   uint64_t overflow_capacity;  // units
   uint32_t dtype;
-  uint32_t shape;
+  uint32_t layout;
   uint32_t slab_bytes;
   uint32_t checksum;  // 1: write checksums
   uint32_t fast;      // 1: the fast profile, with `center`
@@ -66,7 +66,7 @@ constexpr uint32_t kHeaderWords = frame::kHeaderBytes / 4;
 // Indices of u32 words in the header.
 struct HeaderWord {
   static constexpr uint32_t kMagic = 0;
-  static constexpr uint32_t kVersion = 1;  // | dtype << 16 | shape << 24
+  static constexpr uint32_t kVersion = 1;  // | dtype << 16 | layout << 24
   static constexpr uint32_t kFlags = 2;
   static constexpr uint32_t kStatus = 3;
   static constexpr uint32_t kElements = 4;  // and 5

@@ -1,4 +1,4 @@
-// LQ2 for one block's exponents (docs/format.md section 3), which in shape sparse are fewer than
+// LQ2 for one block's exponents (docs/format.md section 3), which in layout sparse are fewer than
 // its elements: codes, and escapes level by level.
 #pragma once
 

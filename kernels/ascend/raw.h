@@ -1,4 +1,4 @@
-// Shape raw: every block is literal and in its slab.
+// Layout raw: every block is literal and in its slab.
 #pragma once
 
 #include "decode_frame.h"
@@ -6,7 +6,7 @@
 
 namespace memswap::ascend {
 
-// The checksum's, where nothing else of the shape has room for it.
+// The checksum's, where nothing else of the layout has room for it.
 template <uint32_t kWidth>
 class ChecksumScratch {
  public:

@@ -1,4 +1,4 @@
-// Payloads of shape ints (docs/format.md): the block's minimum, then planes of the distances above
+// Payloads of layout ints (docs/format.md): the block's minimum, then planes of the distances above
 // it. In UB the planes begin behind a block of 32 bytes with the minimum.
 #pragma once
 

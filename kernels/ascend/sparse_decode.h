@@ -1,4 +1,4 @@
-// The reader of shape sparse. The beginnings of all payloads are loaded ahead, for the bitmaps;
+// The reader of layout sparse. The beginnings of all payloads are loaded ahead, for the bitmaps;
 // what is behind a bitmap follows block by block, once its length has told where. The survivors
 // then go back to their elements by their ranks.
 #pragma once

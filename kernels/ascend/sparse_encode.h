@@ -1,4 +1,4 @@
-// The coder of shape sparse: a bitmap of the elements that are not +-0, and the survivors' fields
+// The coder of layout sparse: a bitmap of the elements that are not +-0, and the survivors' fields
 // as streams. It has no profile: these are the canonical encoder's bytes.
 #pragma once
 

@@ -17,7 +17,7 @@ __aicore__ inline void begin_frame(const EncodeJob& job) {
   }
   words.SetValue(HeaderWord::kMagic, frame::kMagic);
   words.SetValue(HeaderWord::kVersion,
-                 uint32_t{frame::kVersion} | job.dtype << 16 | job.shape << 24);
+                 uint32_t{frame::kVersion} | job.dtype << 16 | job.layout << 24);
   words.SetValue(HeaderWord::kFlags,
                  uint32_t{frame::kOrdered} | (job.checksum != 0 ? uint32_t{frame::kChecked} : 0u));
   words.SetValue(HeaderWord::kElements, static_cast<uint32_t>(job.elements));

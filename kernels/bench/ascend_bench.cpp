@@ -94,8 +94,8 @@ void measure(const Case& of, uint64_t bytes, uint32_t max_processors, int repeat
              Stopwatch& stopwatch) {
   const memswap_codec& codec = *memswap_codec_ascend();
   const uint64_t elements = bytes / of.width();
-  const Layout layout = frame::layout_of(of.dtype, of.shape, elements);
-  const uint64_t capacity = layout.max_var_units();
+  const Sections sections = frame::sections_of(of.dtype, of.layout, elements);
+  const uint64_t capacity = sections.max_var_units();
   const int warm_up = repeats > 2 ? 3 : 1;
   // The L2 cache has up to 192 MB. Every buffer is used.
   const int rotation =
@@ -103,7 +103,7 @@ void measure(const Case& of, uint64_t bytes, uint32_t max_processors, int repeat
   const std::vector<uint8_t> tensor = make_tensor(of, bytes);
   std::vector<Buffers> buffers;
   for (int i = 0; i < rotation; ++i) {
-    buffers.emplace_back(bytes, layout.bytes(capacity));
+    buffers.emplace_back(bytes, sections.bytes(capacity));
     const Buffers& made = buffers.back();
     check(aclrtMemcpy(made.input.get(), bytes, tensor.data(), bytes, ACL_MEMCPY_HOST_TO_DEVICE),
           "the copy of the tensor");
@@ -121,8 +121,8 @@ void measure(const Case& of, uint64_t bytes, uint32_t max_processors, int repeat
     require(error == 0, codec.message(error));
   };
   const auto decode = [&](const Buffers& in) {
-    const memswap_decode_job job = decode_job(of, elements, in.frame.get(), layout.bytes(capacity),
-                                              in.output.get(), in.status.get());
+    const memswap_decode_job job = decode_job(
+        of, elements, in.frame.get(), sections.bytes(capacity), in.output.get(), in.status.get());
     const int error = codec.decode(&job, 1, &launch);
     require(error == 0, codec.message(error));
   };
@@ -173,7 +173,7 @@ void measure(const Case& of, uint64_t bytes, uint32_t max_processors, int repeat
     download(decoded.data(), in.output.get(), bytes);
     require(decoded == tensor, "another tensor was decoded");
   }
-  print(of, bytes, max_processors, layout.bytes(header_of(buffers[0]).var_used), times, is_first);
+  print(of, bytes, max_processors, sections.bytes(header_of(buffers[0]).var_used), times, is_first);
 }
 
 }  // namespace

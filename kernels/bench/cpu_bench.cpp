@@ -30,39 +30,39 @@ namespace memswap::bench {
 namespace {
 
 using frame::Dtype;
-using frame::Shape;
+using frame::Layout;
 
 struct Case {
   const char* dtype_name;
   Dtype dtype;
-  Shape shape;
+  Layout layout;
   Kind kind;
   bool fast;
 };
 
 constexpr Case kCases[] = {
-    {"bfloat16/dense", Dtype::kBf16, Shape::kDense, Kind::kNormal, false},
-    {"bfloat16/dense", Dtype::kBf16, Shape::kDense, Kind::kActivations, false},
-    {"bfloat16/dense", Dtype::kBf16, Shape::kDense, Kind::kDropout, false},
-    {"bfloat16/dense", Dtype::kBf16, Shape::kDense, Kind::kRandom, false},
-    {"bfloat16/fast", Dtype::kBf16, Shape::kDense, Kind::kNormal, true},
-    {"bfloat16/sparse", Dtype::kBf16, Shape::kSparse, Kind::kSoftmax, false},
-    {"bfloat16/sparse", Dtype::kBf16, Shape::kSparse, Kind::kDropout, false},
-    {"float16/dense", Dtype::kFp16, Shape::kDense, Kind::kNormal, false},
-    {"float16/sparse", Dtype::kFp16, Shape::kSparse, Kind::kSoftmax, false},
-    {"float16/sparse", Dtype::kFp16, Shape::kSparse, Kind::kDropout, false},
-    {"float32/dense", Dtype::kFp32, Shape::kDense, Kind::kNormal, false},
-    {"float32/upcast", Dtype::kFp32, Shape::kUpcast, Kind::kUpcast, false},
-    {"float32/sparse", Dtype::kFp32, Shape::kSparse, Kind::kSoftmax, false},
-    {"float32/sparse", Dtype::kFp32, Shape::kSparse, Kind::kDropout, false},
-    {"float64/dense", Dtype::kFp64, Shape::kDense, Kind::kNormal, false},
-    {"e4m3/dense", Dtype::kE4m3, Shape::kDense, Kind::kNormal, false},
-    {"e4m3/dense", Dtype::kE4m3, Shape::kDense, Kind::kActivations, false},
-    {"e5m2/dense", Dtype::kE5m2, Shape::kDense, Kind::kNormal, false},
-    {"e5m2/dense", Dtype::kE5m2, Shape::kDense, Kind::kActivations, false},
-    {"bool/bits", Dtype::kBool, Shape::kBits, Kind::kMask, false},
-    {"int64/ints", Dtype::kInt64, Shape::kInts, Kind::kTokens, false},
-    {"uint8/raw", Dtype::kUint8, Shape::kRaw, Kind::kRandom, false},
+    {"bfloat16/dense", Dtype::kBf16, Layout::kDense, Kind::kNormal, false},
+    {"bfloat16/dense", Dtype::kBf16, Layout::kDense, Kind::kActivations, false},
+    {"bfloat16/dense", Dtype::kBf16, Layout::kDense, Kind::kDropout, false},
+    {"bfloat16/dense", Dtype::kBf16, Layout::kDense, Kind::kRandom, false},
+    {"bfloat16/fast", Dtype::kBf16, Layout::kDense, Kind::kNormal, true},
+    {"bfloat16/sparse", Dtype::kBf16, Layout::kSparse, Kind::kSoftmax, false},
+    {"bfloat16/sparse", Dtype::kBf16, Layout::kSparse, Kind::kDropout, false},
+    {"float16/dense", Dtype::kFp16, Layout::kDense, Kind::kNormal, false},
+    {"float16/sparse", Dtype::kFp16, Layout::kSparse, Kind::kSoftmax, false},
+    {"float16/sparse", Dtype::kFp16, Layout::kSparse, Kind::kDropout, false},
+    {"float32/dense", Dtype::kFp32, Layout::kDense, Kind::kNormal, false},
+    {"float32/upcast", Dtype::kFp32, Layout::kUpcast, Kind::kUpcast, false},
+    {"float32/sparse", Dtype::kFp32, Layout::kSparse, Kind::kSoftmax, false},
+    {"float32/sparse", Dtype::kFp32, Layout::kSparse, Kind::kDropout, false},
+    {"float64/dense", Dtype::kFp64, Layout::kDense, Kind::kNormal, false},
+    {"e4m3/dense", Dtype::kE4m3, Layout::kDense, Kind::kNormal, false},
+    {"e4m3/dense", Dtype::kE4m3, Layout::kDense, Kind::kActivations, false},
+    {"e5m2/dense", Dtype::kE5m2, Layout::kDense, Kind::kNormal, false},
+    {"e5m2/dense", Dtype::kE5m2, Layout::kDense, Kind::kActivations, false},
+    {"bool/bits", Dtype::kBool, Layout::kBits, Kind::kMask, false},
+    {"int64/ints", Dtype::kInt64, Layout::kInts, Kind::kTokens, false},
+    {"uint8/raw", Dtype::kUint8, Layout::kRaw, Kind::kRandom, false},
 };
 
 // Threads that wait for work, as a parallel_for.
@@ -159,16 +159,16 @@ class Trip {
     input_ = make_buffer(bytes);
     memcpy(input_.get(), tensor_.data(), bytes);
     const uint64_t elements = bytes / frame::width_of(what.dtype);
-    const frame::Layout layout = frame::layout_of(what.dtype, what.shape, elements);
-    frame_bytes_ = layout.bytes(layout.max_var_units());
+    const frame::Sections sections = frame::sections_of(what.dtype, what.layout, elements);
+    frame_bytes_ = sections.bytes(sections.max_var_units());
     frame_ = make_buffer(frame_bytes_);
     output_ = make_buffer(bytes);
     encode_.input = input_.get();
     encode_.elements = elements;
     encode_.dtype = static_cast<uint8_t>(what.dtype);
-    encode_.shape = static_cast<uint8_t>(what.shape);
+    encode_.layout = static_cast<uint8_t>(what.layout);
     encode_.frame = frame_.get();
-    encode_.var_capacity = layout.max_var_units();
+    encode_.var_capacity = sections.max_var_units();
     decode_.frame = frame_.get();
     decode_.frame_bytes = frame_bytes_;
     decode_.output = output_.get();
@@ -197,9 +197,9 @@ class Trip {
   const std::vector<uint8_t>& tensor() const { return tensor_; }
   double ratio() const {
     const frame::Header& all = header();
-    const frame::Layout layout = frame::layout_of(static_cast<Dtype>(all.dtype),
-                                                  static_cast<Shape>(all.shape), all.elements);
-    return static_cast<double>(bytes_) / static_cast<double>(layout.bytes(all.var_used));
+    const frame::Sections sections = frame::sections_of(
+        static_cast<Dtype>(all.dtype), static_cast<Layout>(all.layout), all.elements);
+    return static_cast<double>(bytes_) / static_cast<double>(sections.bytes(all.var_used));
   }
 
  private:

@@ -79,8 +79,8 @@ float time_ms(uint64_t hold_us, Work work) {
 void measure(const Case& of, uint64_t bytes, uint32_t max_processors, int repeats, bool is_first) {
   const memswap_codec& codec = *memswap_codec_cuda();
   const uint64_t elements = bytes / of.width();
-  const Layout layout = frame::layout_of(of.dtype, of.shape, elements);
-  const uint64_t capacity = layout.max_var_units();
+  const Sections sections = frame::sections_of(of.dtype, of.layout, elements);
+  const uint64_t capacity = sections.max_var_units();
   const bool is_timed = repeats >= 10;  // else this is about what is computed
   // Four buffers of a tensor: together several times the 60 MB that the largest L2 has so far.
   const int rotation =
@@ -88,7 +88,7 @@ void measure(const Case& of, uint64_t bytes, uint32_t max_processors, int repeat
   const std::vector<uint8_t> tensor = make_tensor(of, bytes);
   std::vector<Buffers> buffers;
   for (int i = 0; i < rotation; ++i) {
-    buffers.emplace_back(bytes, layout.bytes(capacity));
+    buffers.emplace_back(bytes, sections.bytes(capacity));
     check(cudaMemcpy(buffers[i].input.get(), tensor.data(), bytes, cudaMemcpyHostToDevice),
           "the copy of the tensor");
     check(cudaMemset(buffers[i].status.get(), 0, 4), "cudaMemset");
@@ -107,8 +107,8 @@ void measure(const Case& of, uint64_t bytes, uint32_t max_processors, int repeat
     require(error == 0, codec.message(error));
   };
   const auto decode = [&](const Buffers& in) {
-    const memswap_decode_job job = decode_job(of, elements, in.frame.get(), layout.bytes(capacity),
-                                              in.output.get(), in.status.get());
+    const memswap_decode_job job = decode_job(
+        of, elements, in.frame.get(), sections.bytes(capacity), in.output.get(), in.status.get());
     const int error = codec.decode(&job, 1, &launch);
     require(error == 0, codec.message(error));
   };
@@ -177,7 +177,7 @@ void measure(const Case& of, uint64_t bytes, uint32_t max_processors, int repeat
     check(cudaMemcpy(decoded.data(), in.output.get(), bytes, cudaMemcpyDeviceToHost), "output");
     require(decoded == tensor, "another tensor was decoded");
   }
-  print(of, bytes, max_processors, layout.bytes(header_of(buffers[0]).var_used), times, is_first);
+  print(of, bytes, max_processors, sections.bytes(header_of(buffers[0]).var_used), times, is_first);
 }
 
 }  // namespace

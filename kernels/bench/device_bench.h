@@ -22,14 +22,14 @@ namespace memswap::bench {
 using frame::Dtype;
 using frame::Header;
 using frame::Layout;
-using frame::Shape;
+using frame::Sections;
 using test::Kind;
 using test::Pattern;
 
 struct Case {
   const char* name;
   Dtype dtype;
-  Shape shape;
+  Layout layout;
   Pattern pattern;
   bool is_fast;
   bool is_ragged = false;  // ends within a block
@@ -38,18 +38,18 @@ struct Case {
 };
 
 inline constexpr Case kCases[] = {
-    {"bf16 dense", Dtype::kBf16, Shape::kDense, {Kind::kNormal, 0}, false},
-    {"bf16 dense ragged", Dtype::kBf16, Shape::kDense, {Kind::kNormal, 0}, false, true},
-    {"bf16 dense fast", Dtype::kBf16, Shape::kDense, {Kind::kNormal, 0}, true},
-    {"bf16 sparse half", Dtype::kBf16, Shape::kSparse, {Kind::kSparse, 8}, false},
-    {"bf16 sparse causal", Dtype::kBf16, Shape::kSparse, {Kind::kCausal, 10}, false},
-    {"fp16 dense", Dtype::kFp16, Shape::kDense, {Kind::kNormal, 0}, false},
-    {"fp32 dense", Dtype::kFp32, Shape::kDense, {Kind::kNormal, 0}, false},
-    {"fp32 upcast", Dtype::kFp32, Shape::kUpcast, {Kind::kUpcast, 0}, false},
-    {"e4m3 dense", Dtype::kE4m3, Shape::kDense, {Kind::kNormal, 0}, false},
-    {"bool bits", Dtype::kBool, Shape::kBits, {Kind::kBooleans, 0}, false},
-    {"bool bits causal", Dtype::kBool, Shape::kBits, {Kind::kCausal, 10}, false},
-    {"int64 ints", Dtype::kInt64, Shape::kInts, {Kind::kRange, 15}, false},
+    {"bf16 dense", Dtype::kBf16, Layout::kDense, {Kind::kNormal, 0}, false},
+    {"bf16 dense ragged", Dtype::kBf16, Layout::kDense, {Kind::kNormal, 0}, false, true},
+    {"bf16 dense fast", Dtype::kBf16, Layout::kDense, {Kind::kNormal, 0}, true},
+    {"bf16 sparse half", Dtype::kBf16, Layout::kSparse, {Kind::kSparse, 8}, false},
+    {"bf16 sparse causal", Dtype::kBf16, Layout::kSparse, {Kind::kCausal, 10}, false},
+    {"fp16 dense", Dtype::kFp16, Layout::kDense, {Kind::kNormal, 0}, false},
+    {"fp32 dense", Dtype::kFp32, Layout::kDense, {Kind::kNormal, 0}, false},
+    {"fp32 upcast", Dtype::kFp32, Layout::kUpcast, {Kind::kUpcast, 0}, false},
+    {"e4m3 dense", Dtype::kE4m3, Layout::kDense, {Kind::kNormal, 0}, false},
+    {"bool bits", Dtype::kBool, Layout::kBits, {Kind::kBooleans, 0}, false},
+    {"bool bits causal", Dtype::kBool, Layout::kBits, {Kind::kCausal, 10}, false},
+    {"int64 ints", Dtype::kInt64, Layout::kInts, {Kind::kRange, 15}, false},
 };
 
 struct Arguments {
@@ -144,7 +144,7 @@ inline memswap_encode_job encode_job(const Case& of, uint64_t elements, const vo
   job.input = input;
   job.elements = elements;
   job.dtype = static_cast<uint8_t>(of.dtype);
-  job.shape = static_cast<uint8_t>(of.shape);
+  job.layout = static_cast<uint8_t>(of.layout);
   job.frame = frame;
   job.var_capacity = var_capacity;
   return job;
@@ -158,7 +158,7 @@ inline memswap_decode_job decode_job(const Case& of, uint64_t elements, const vo
   job.output = output;
   job.elements = elements;
   job.dtype = static_cast<uint8_t>(of.dtype);
-  job.shape_hint = static_cast<uint8_t>(1 + static_cast<uint32_t>(of.shape));
+  job.layout_hint = static_cast<uint8_t>(1 + static_cast<uint32_t>(of.layout));
   job.status = static_cast<uint32_t*>(status);
   return job;
 }

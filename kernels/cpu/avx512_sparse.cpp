@@ -1,4 +1,4 @@
-// Shape sparse to frames, with AVX-512, which appends bytes as fast as elements: so planes are cut
+// Layout sparse to frames, with AVX-512, which appends bytes as fast as elements: so planes are cut
 // first and compacted each by itself, where vector_sparse.cpp compacts elements. Measured
 // (docs/benchmarks.md).
 #define MEMSWAP_VECTOR_AVX512
@@ -15,7 +15,7 @@ namespace memswap::cpu::avx512 {
 namespace {
 
 using frame::Dtype;
-using frame::Shape;
+using frame::Layout;
 
 // Writes `bytes` bytes, and up to 64 behind them. Returns the end.
 inline uint8_t* append_row(uint8_t* out, const uint8_t* row, uint32_t bytes) {
@@ -229,7 +229,7 @@ class SparseEncoder {
       end = append_signs(end, block);
     }
     const uint8_t* const limit =
-        payload_ + (frame::max_payload_units(kDtype, Shape::kSparse) - 1) * frame::kUnitBytes;
+        payload_ + (frame::max_payload_units(kDtype, Layout::kSparse) - 1) * frame::kUnitBytes;
     if (block.escapes.count != 0) {
       end = append_row(end, block.first.byte, bytes_of_bits(2 * block.escapes.count));
       end = encode_nibbles(kLq2Nibbles, block.deeper, block.center, end, limit);

@@ -1,3 +1,3 @@
-// Frames to shape sparse, with AVX-512: [Note: one source for all vectors] in vector_lanes.h.
+// Frames to layout sparse, with AVX-512: [Note: one source for all vectors] in vector_lanes.h.
 #define MEMSWAP_VECTOR_AVX512
 #include "vector_sparse_decode.cpp"

@@ -32,7 +32,7 @@ inline constexpr uint32_t kNearBytes = 2048;
 // What stays the same for all blocks of a job.
 struct EncodeParams {
   frame::Dtype dtype;
-  frame::Shape shape;
+  frame::Layout layout;
   bool fast;  // profile: for dense and upcast, `center` is the centre; else as canonical
   uint8_t center;
   bool streaming;          // the job is larger than the caches: slabs may be written around them
@@ -49,7 +49,7 @@ struct EncodedBlock {
   uint32_t zeros;   // Header::zeros, of the `count` elements
   uint8_t center;   // Record::center
   uint8_t center2;  // Header::center_sum: c2; fast: the given centre; 0 in literal blocks and in
-                    // shapes without centres
+                    // layouts without centres
   bool packed = false;  // the payload begins with a packed bitmap
 };
 
@@ -57,7 +57,7 @@ struct EncodedBlock {
 // block waits for itself, and other blocks can fill the time.
 //   elements  whole blocks of 1024 elements, aligned to their width only; those from `count` on are
 //             0
-//   count     1..kTileElements: elements that are there (shape ints and the zeros counter ask)
+//   count     1..kTileElements: elements that are there (layout ints and the zeros counter ask)
 //   slabs     slab_bytes for each block, 128-byte aligned, written completely and not beyond
 //   payloads  8-byte aligned, of any content: max_payload_units * 8 bytes for each block and
 //             kEncoderSlackBytes. A block's payload begins where that of the block before it ends,
@@ -92,7 +92,7 @@ template <EncodedBlock (*kEncodeBlock)(const EncodeParams& params, const void* e
 void encode_one_by_one(const EncodeParams& params, const void* elements, uint32_t count,
                        uint8_t* slabs, uint8_t* payloads, EncodedBlock* encoded) {
   const uint32_t block_bytes = frame::kBlockElements * frame::width_of(params.dtype);
-  const uint32_t slab_bytes = frame::slab_bytes(params.dtype, params.shape);
+  const uint32_t slab_bytes = frame::slab_bytes(params.dtype, params.layout);
   const auto* from = static_cast<const uint8_t*>(elements);
   for (; count != 0; ++encoded) {
     const uint32_t here = count < frame::kBlockElements ? count : frame::kBlockElements;
@@ -109,9 +109,9 @@ void encode_one_by_one(const EncodeParams& params, const void* elements, uint32_
 
 struct DecodeParams {
   frame::Dtype dtype;
-  frame::Shape shape;
+  frame::Layout layout;
   bool streaming;  // `out` is aligned to kLineBytes, and may be written around the caches
-  uint32_t slab_bytes = frame::slab_bytes(dtype, shape);  // of a block
+  uint32_t slab_bytes = frame::slab_bytes(dtype, layout);  // of a block
   uint32_t block_bytes = frame::kBlockElements * frame::width_of(dtype);
 };
 
@@ -130,7 +130,7 @@ inline CodedBlock coded_block(const frame::Record& record, uint32_t i) {
 }
 
 // Decodes blocks of a tile; false if a payload is not exactly what its symbols say (its output is
-// then anything). The caller has checked that each mode fits the shape, that `units` is no more
+// then anything). The caller has checked that each mode fits the layout, that `units` is no more
 // than the longest payload, and that `packed` is set only where the payload begins with a bitmap;
 // nothing else about the bytes is known, not even that `center` fits.
 //   out       1024 elements for each block, aligned to their width only (but see `streaming`),
@@ -170,7 +170,7 @@ using Checksum = uint32_t (*)(const void* data, size_t bytes);
 // memcpy for what nobody reads soon.
 using Copy = void (*)(void* to, const void* from, size_t bytes);
 
-// An instruction set. `encoder` and `decoder` are asked once per job, with a shape that fits the
+// An instruction set. `encoder` and `decoder` are asked once per job, with a layout that fits the
 // dtype, and never return NULL: where a set has nothing better it passes on scalar_blocks()'s.
 // `fence` is called by every thread after its last block and copy, so that stores around the caches
 // are seen by whoever waits for the thread.

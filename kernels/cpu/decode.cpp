@@ -20,7 +20,7 @@ using frame::Dtype;
 using frame::Header;
 using frame::Layout;
 using frame::Record;
-using frame::Shape;
+using frame::Sections;
 
 // One task's memory.
 struct alignas(kLineBytes) Workspace {
@@ -35,15 +35,15 @@ class FrameDecoder {
     job_ = &job;
     Header header{};
     memcpy(&header, job.frame, std::min<uint64_t>(job.frame_bytes, sizeof(header)));
-    if (!frame::validate(header, job.frame_bytes, overflow_units(job), &layout_) ||
+    if (!frame::validate(header, job.frame_bytes, overflow_units(job), &sections_) ||
         header.dtype != job.dtype || header.elements != job.elements) {
       report(frame::kBadHeader);
-      layout_ = {};
+      sections_ = {};
       return;
     }
-    params_ = {static_cast<Dtype>(header.dtype), static_cast<Shape>(header.shape), false};
+    params_ = {static_cast<Dtype>(header.dtype), static_cast<Layout>(header.layout), false};
     width_ = frame::width_of(params_.dtype);
-    areas_ = payload_areas(header, layout_, job.frame, job.frame_bytes, job.overflow,
+    areas_ = payload_areas(header, sections_, job.frame, job.frame_bytes, job.overflow,
                            overflow_units(job));
     checksum_ =
         job.verify != 0 && (header.flags & frame::kChecked) != 0 ? blocks.checksum : nullptr;
@@ -54,12 +54,12 @@ class FrameDecoder {
   }
 
   uint32_t chunks() const {
-    return layout_.tiles == 0 ? 0 : chunks_of(layout_.tiles, tiles_per_chunk(width_));
+    return sections_.tiles == 0 ? 0 : chunks_of(sections_.tiles, tiles_per_chunk(width_));
   }
 
   void decode_chunk(uint32_t chunk, Workspace& workspace) const {
     const uint32_t first = chunk * tiles_per_chunk(width_);
-    const uint32_t count = std::min(tiles_per_chunk(width_), layout_.tiles - first);
+    const uint32_t count = std::min(tiles_per_chunk(width_), sections_.tiles - first);
     uint32_t status = frame::kOk;
     for (uint32_t tile = first; tile < first + count; ++tile) {
       status |= decode_tile(tile, workspace);
@@ -80,19 +80,19 @@ class FrameDecoder {
 
   uint32_t decode_tile(uint32_t index, Workspace& workspace) const {
     const auto* frame = static_cast<const uint8_t*>(job_->frame);
-    const Record record = record_at(frame, layout_, index);
+    const Record record = record_at(frame, sections_, index);
     const PayloadArea* area =
-        find_payloads(record, layout_, params_.dtype, params_.shape, index, areas_);
+        find_payloads(record, sections_, params_.dtype, params_.layout, index, areas_);
     if (area == nullptr) {
       return frame::kBadRecord;
     }
     const uint8_t* payload =
         area->begin + uint64_t{record.base & frame::kMaxBaseUnits} * frame::kUnitBytes;
     const uint8_t* slab =
-        frame + layout_.slabs + uint64_t{index} * frame::kTileBlocks * layout_.slab_bytes;
+        frame + sections_.slabs + uint64_t{index} * frame::kTileBlocks * sections_.slab_bytes;
     const uint64_t first_element = uint64_t{index} * frame::kTileElements;
     const auto tile_elements = static_cast<uint32_t>(
-        std::min<uint64_t>(frame::kTileElements, layout_.elements - first_element));
+        std::min<uint64_t>(frame::kTileElements, sections_.elements - first_element));
     auto* output = static_cast<uint8_t*>(job_->output) + first_element * width_;
     const uint64_t payload_bytes = uint64_t{payload_units(record)} * frame::kUnitBytes;
     if (static_cast<uint64_t>(area->readable_end - payload) < payload_bytes + kSlackBytes) {
@@ -106,7 +106,7 @@ class FrameDecoder {
     }
     if (rest != 0) {
       const uint32_t last_units = Record::units(record.block[whole_blocks]);
-      if (!decode_blocks_(params_, workspace.last_block, slab + whole_blocks * layout_.slab_bytes,
+      if (!decode_blocks_(params_, workspace.last_block, slab + whole_blocks * sections_.slab_bytes,
                           payload + payload_bytes - last_units * frame::kUnitBytes, record,
                           whole_blocks, 1)) {
         return frame::kBadPayload;
@@ -121,7 +121,7 @@ class FrameDecoder {
   }
 
   const memswap_decode_job* job_ = nullptr;
-  Layout layout_{};
+  Sections sections_{};
   DecodeParams params_{};
   uint32_t width_ = 0;
   PayloadAreas areas_{};

@@ -25,7 +25,7 @@ using frame::Dtype;
 using frame::Header;
 using frame::Layout;
 using frame::Record;
-using frame::Shape;
+using frame::Sections;
 
 // A task's staging holds the payloads of one chunk at their longest. Where that is short beside the
 // elements, a chunk of a large job has more of them: payloads then leave in longer copies, which
@@ -35,9 +35,10 @@ constexpr uint32_t kLargeChunkBytes = 256 * 1024;
 constexpr uint32_t kMaxTilesPerChunk = kLargeChunkBytes / frame::kTileElements;
 static_assert(kChunkBytes <= kStagingBytes);
 
-constexpr uint32_t tiles_per_large_chunk(const Layout& layout, uint32_t width) {
+constexpr uint32_t tiles_per_large_chunk(const Sections& sections, uint32_t width) {
   const uint32_t tiles = kLargeChunkBytes / (frame::kTileElements * width);
-  const uint32_t payload_bytes = frame::kTileBlocks * layout.max_payload_units * frame::kUnitBytes;
+  const uint32_t payload_bytes =
+      frame::kTileBlocks * sections.max_payload_units * frame::kUnitBytes;
   return payload_bytes == 0 ? tiles : std::min(tiles, kStagingBytes / payload_bytes);
 }
 
@@ -59,27 +60,27 @@ class FrameEncoder {
   void start(const BlockCodec& blocks, const memswap_encode_job& job) {
     job_ = &job;
     params_ = {static_cast<Dtype>(job.dtype),
-               static_cast<Shape>(job.shape),
+               static_cast<Layout>(job.layout),
                job.profile == MEMSWAP_FAST,
                job.center,
                false,
                asks_near()};
-    layout_ = frame::layout_of(params_.dtype, params_.shape, job.elements);
+    sections_ = frame::sections_of(params_.dtype, params_.layout, job.elements);
     width_ = frame::width_of(params_.dtype);
     params_.streaming = job.elements * width_ >= streaming_bytes();
     tiles_per_chunk_ =
-        params_.streaming ? tiles_per_large_chunk(layout_, width_) : tiles_per_chunk(width_);
+        params_.streaming ? tiles_per_large_chunk(sections_, width_) : tiles_per_chunk(width_);
     encode_blocks_ = blocks.encoder(params_);
     checksum_ = job.checksum != 0 ? blocks.checksum : nullptr;
     copy_ = params_.streaming ? blocks.copy_around_caches : scalar_blocks().copy_around_caches;
     header_ = {};
   }
 
-  uint32_t chunks() const { return chunks_of(layout_.tiles, tiles_per_chunk_); }
+  uint32_t chunks() const { return chunks_of(sections_.tiles, tiles_per_chunk_); }
 
   void encode_chunk(uint32_t chunk, Workspace& workspace) {
     const uint32_t first = chunk * tiles_per_chunk_;
-    const uint32_t count = std::min(tiles_per_chunk_, layout_.tiles - first);
+    const uint32_t count = std::min(tiles_per_chunk_, sections_.tiles - first);
     Header counted{};
     uint8_t* payload = workspace.payloads;
     for (uint32_t i = 0; i < count; ++i) {
@@ -101,8 +102,8 @@ class FrameEncoder {
       uint64_t bytes = 0;
       do {
         const Tile& tile = workspace.tiles[i];
-        memcpy(frame() + layout_.records + uint64_t{first + i} * frame::kRecordBytes, &tile.record,
-               sizeof(Record));
+        memcpy(frame() + sections_.records + uint64_t{first + i} * frame::kRecordBytes,
+               &tile.record, sizeof(Record));
         bytes += uint64_t{tile.units} * frame::kUnitBytes;
         ++i;
       } while (i < count && destination != nullptr &&
@@ -122,13 +123,13 @@ class FrameEncoder {
     header_.magic = frame::kMagic;
     header_.version = frame::kVersion;
     header_.dtype = job_->dtype;
-    header_.shape = job_->shape;
+    header_.layout = job_->layout;
     const bool ordered = header_.overflow_used == 0 && header_.status == frame::kOk;
     header_.flags = static_cast<uint8_t>((ordered ? frame::kOrdered : 0) |
                                          (checksum_ != nullptr ? frame::kChecked : 0));
-    header_.elements = layout_.elements;
-    header_.blocks = layout_.blocks;
-    header_.slab_bytes = layout_.slab_bytes;
+    header_.elements = sections_.elements;
+    header_.blocks = sections_.blocks;
+    header_.slab_bytes = sections_.slab_bytes;
     header_.var_capacity = job_->var_capacity;
     memcpy(frame(), &header_, sizeof(header_));
   }
@@ -141,10 +142,10 @@ class FrameEncoder {
     tile = {};
     const uint64_t first_element = uint64_t{index} * frame::kTileElements;
     const auto tile_elements = static_cast<uint32_t>(
-        std::min<uint64_t>(frame::kTileElements, layout_.elements - first_element));
+        std::min<uint64_t>(frame::kTileElements, sections_.elements - first_element));
     const auto* input = static_cast<const uint8_t*>(job_->input) + first_element * width_;
     uint8_t* slabs =
-        frame() + layout_.slabs + uint64_t{index} * frame::kTileBlocks * layout_.slab_bytes;
+        frame() + sections_.slabs + uint64_t{index} * frame::kTileBlocks * sections_.slab_bytes;
     if (checksum_ != nullptr) {
       tile.record.checksum = checksum_(input, uint64_t{tile_elements} * width_);
     }
@@ -158,7 +159,7 @@ class FrameEncoder {
     if (rest != 0) {
       memset(last_block, 0, frame::kBlockElements * width_);
       memcpy(last_block, input + uint64_t{tile_elements - rest} * width_, rest * width_);
-      encode_blocks_(params_, last_block, rest, slabs + whole_blocks * layout_.slab_bytes,
+      encode_blocks_(params_, last_block, rest, slabs + whole_blocks * sections_.slab_bytes,
                      payloads + tile.units * frame::kUnitBytes, blocks);
       add_blocks(blocks, whole_blocks, 1, tile, counted);
     }
@@ -181,7 +182,7 @@ class FrameEncoder {
     const uint64_t room = job_->var_capacity - header_.var_used;
     if (tile.units <= room && header_.var_used <= frame::kMaxBaseUnits) {
       tile.record.base = static_cast<uint32_t>(header_.var_used);
-      tile.destination = frame() + layout_.var + header_.var_used * frame::kUnitBytes;
+      tile.destination = frame() + sections_.var + header_.var_used * frame::kUnitBytes;
       header_.var_used += tile.units;
       return;
     }
@@ -221,7 +222,7 @@ class FrameEncoder {
 
   const memswap_encode_job* job_ = nullptr;
   EncodeParams params_{};
-  Layout layout_{};
+  Sections sections_{};
   uint32_t width_ = 0;
   uint32_t tiles_per_chunk_ = 1;
   EncodeBlocks encode_blocks_ = nullptr;

@@ -21,25 +21,25 @@ struct PayloadAreas {
 };
 
 // Needs a header that frame::validate accepted.
-inline PayloadAreas payload_areas(const frame::Header& header, const frame::Layout& layout,
+inline PayloadAreas payload_areas(const frame::Header& header, const frame::Sections& sections,
                                   const void* frame, uint64_t frame_bytes, const void* overflow,
                                   uint64_t overflow_units) {
   const auto* frame_begin = static_cast<const uint8_t*>(frame);
   const auto* arena = static_cast<const uint8_t*>(overflow);
-  return {{frame_begin + layout.var, header.var_capacity, frame_begin + frame_bytes},
+  return {{frame_begin + sections.var, header.var_capacity, frame_begin + frame_bytes},
           {arena, overflow_units, arena + overflow_units * frame::kUnitBytes}};
 }
 
-inline frame::Record record_at(const void* frame, const frame::Layout& layout, uint32_t tile) {
+inline frame::Record record_at(const void* frame, const frame::Sections& sections, uint32_t tile) {
   frame::Record record;
   memcpy(&record,
-         static_cast<const uint8_t*>(frame) + layout.records + uint64_t{tile} * sizeof(record),
+         static_cast<const uint8_t*>(frame) + sections.records + uint64_t{tile} * sizeof(record),
          sizeof(record));
   return record;
 }
 
-inline uint32_t blocks_of_tile(const frame::Layout& layout, uint32_t tile) {
-  const uint32_t rest = layout.blocks - tile * frame::kTileBlocks;
+inline uint32_t blocks_of_tile(const frame::Sections& sections, uint32_t tile) {
+  const uint32_t rest = sections.blocks - tile * frame::kTileBlocks;
   return rest < frame::kTileBlocks ? rest : frame::kTileBlocks;
 }
 
@@ -52,13 +52,14 @@ inline uint32_t payload_units(const frame::Record& record) {
 }
 
 // The area that holds the tile's payloads; NULL if its record is impossible.
-inline const PayloadArea* find_payloads(const frame::Record& record, const frame::Layout& layout,
-                                        frame::Dtype dtype, frame::Shape shape, uint32_t tile,
+inline const PayloadArea* find_payloads(const frame::Record& record,
+                                        const frame::Sections& sections, frame::Dtype dtype,
+                                        frame::Layout layout, uint32_t tile,
                                         const PayloadAreas& areas) {
-  const uint32_t blocks = blocks_of_tile(layout, tile);
+  const uint32_t blocks = blocks_of_tile(sections, tile);
   for (uint32_t i = 0; i < frame::kTileBlocks; ++i) {
     const uint16_t block = record.block[i];
-    const bool possible = i < blocks ? frame::block_fits(dtype, shape, block) : block == 0;
+    const bool possible = i < blocks ? frame::block_fits(dtype, layout, block) : block == 0;
     if (!possible) {
       return nullptr;
     }

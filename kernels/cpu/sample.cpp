@@ -16,7 +16,7 @@ namespace memswap::cpu {
 namespace {
 
 using frame::Dtype;
-using frame::Shape;
+using frame::Layout;
 
 // One block in so many, within these bounds. Measured: 24 tell a tensor's zeros well enough where
 // they come in rows; more than 512 tell nothing new.
@@ -25,9 +25,9 @@ constexpr uint64_t kLeastSamples = 24;
 constexpr uint64_t kMostSamples = 512;
 
 // Fastest first. Raw is not tried: its size is known.
-constexpr Shape kTried[] = {Shape::kDense, Shape::kBits, Shape::kUpcast, Shape::kInts,
-                            Shape::kSparse};
-constexpr size_t kShapes = frame::kLastShape + 1;
+constexpr Layout kTried[] = {Layout::kDense, Layout::kBits, Layout::kUpcast, Layout::kInts,
+                             Layout::kSparse};
+constexpr size_t kLayouts = frame::kLastLayout + 1;
 
 constexpr uint64_t block_count(uint64_t elements) {
   return elements / frame::kBlockElements + (elements % frame::kBlockElements != 0 ? 1 : 0);
@@ -41,8 +41,8 @@ constexpr uint64_t mixed(uint64_t number) {
   return number ^ number >> 31;
 }
 
-// Bytes of what was sampled, by shape.
-using Sizes = std::array<std::atomic<uint64_t>, kShapes>;
+// Bytes of what was sampled, by layout.
+using Sizes = std::array<std::atomic<uint64_t>, kLayouts>;
 
 // Memory of the tasks: for each a tile of elements, and what its blocks become.
 class Workspaces {
@@ -83,7 +83,7 @@ class Sampler {
 
   uint32_t tiles() const { return (count_ + frame::kTileBlocks - 1) / frame::kTileBlocks; }
 
-  // The t-th sampled blocks of a tile's number, in every shape.
+  // The t-th sampled blocks of a tile's number, in every layout.
   void encode_tile(uint32_t t, const Workspaces& workspaces, size_t task) {
     uint8_t* const elements = workspaces.elements(task);
     const uint32_t first = t * frame::kTileBlocks;
@@ -100,30 +100,30 @@ class Sampler {
       here += there;
     }
     memset(elements + here * width, 0, blocks * block_bytes - here * width);
-    for (const Shape shape : kTried) {
-      if (!frame::shape_fits(dtype_, shape)) {
+    for (const Layout layout : kTried) {
+      if (!frame::layout_fits(dtype_, layout)) {
         continue;
       }
-      const EncodeParams params{dtype_, shape, false, 0, false};
+      const EncodeParams params{dtype_, layout, false, 0, false};
       EncodedBlock encoded[frame::kTileBlocks];
       blocks_of(best_isa())
           ->encoder(params)(params, elements, here, workspaces.slabs(task),
                             workspaces.payloads(task), encoded);
-      uint64_t bytes = uint64_t{blocks} * frame::slab_bytes(dtype_, shape);
+      uint64_t bytes = uint64_t{blocks} * frame::slab_bytes(dtype_, layout);
       for (uint32_t i = 0; i < blocks; ++i) {
         bytes += encoded[i].units * frame::kUnitBytes;
       }
-      sizes_[static_cast<size_t>(shape)].fetch_add(bytes, std::memory_order_relaxed);
+      sizes_[static_cast<size_t>(layout)].fetch_add(bytes, std::memory_order_relaxed);
     }
   }
 
-  Shape shortest() const {
-    Shape best = Shape::kRaw;
-    uint64_t least = uint64_t{count_} * frame::slab_bytes(dtype_, Shape::kRaw);
-    for (const Shape shape : kTried) {
-      const uint64_t bytes = sizes_[static_cast<size_t>(shape)].load(std::memory_order_relaxed);
-      if (frame::shape_fits(dtype_, shape) && bytes < least) {
-        best = shape;
+  Layout shortest() const {
+    Layout best = Layout::kRaw;
+    uint64_t least = uint64_t{count_} * frame::slab_bytes(dtype_, Layout::kRaw);
+    for (const Layout layout : kTried) {
+      const uint64_t bytes = sizes_[static_cast<size_t>(layout)].load(std::memory_order_relaxed);
+      if (frame::layout_fits(dtype_, layout) && bytes < least) {
+        best = layout;
         least = bytes;
       }
     }
@@ -146,7 +146,7 @@ uint8_t choose(const void* input, uint64_t elements, uint8_t dtype, const memswa
   const size_t tasks = tasks_for(where, sampler.tiles());
   const Workspaces workspaces(tasks, frame::width_of(static_cast<Dtype>(dtype)));
   if (!workspaces) {
-    return static_cast<uint8_t>(Shape::kRaw);  // an encode of it needs the least memory
+    return static_cast<uint8_t>(Layout::kRaw);  // an encode of it needs the least memory
   }
   ChunkQueue queue(sampler.tiles());
   auto work = [&](size_t task) {
@@ -181,12 +181,12 @@ uint64_t memswap_sample_block(uint64_t elements, uint32_t i) {
   return from + mixed(i) % (until - from);
 }
 
-uint8_t memswap_choose_shape(const void* input, uint64_t elements, uint8_t dtype,
-                             const memswap_launch* launch) {
+uint8_t memswap_choose_layout(const void* input, uint64_t elements, uint8_t dtype,
+                              const memswap_launch* launch) {
   return memswap::cpu::choose(input, elements, dtype, launch, false);
 }
 
-uint8_t memswap_choose_shape_of_sample(const void* sample, uint64_t elements, uint8_t dtype,
-                                       const memswap_launch* launch) {
+uint8_t memswap_choose_layout_of_sample(const void* sample, uint64_t elements, uint8_t dtype,
+                                        const memswap_launch* launch) {
   return memswap::cpu::choose(sample, elements, dtype, launch, true);
 }

@@ -1,4 +1,4 @@
-// The table of the oracle, literal blocks (the whole of shape raw) and the checksum.
+// The table of the oracle, literal blocks (the whole of layout raw) and the checksum.
 #include "scalar.h"
 
 #include <string.h>
@@ -9,11 +9,11 @@ namespace memswap::cpu {
 
 namespace scalar {
 
-using frame::Shape;
+using frame::Layout;
 
 EncodedBlock encode_literal(const EncodeParams& params, const void* elements, uint32_t,
                             uint8_t* slab, uint8_t* payload) {
-  const uint32_t slab_bytes = frame::slab_bytes(params.dtype, params.shape);
+  const uint32_t slab_bytes = frame::slab_bytes(params.dtype, params.layout);
   const uint32_t rest_bytes = kElements * frame::width_of(params.dtype) - slab_bytes;
   const auto* bytes = static_cast<const uint8_t*>(elements);
   memcpy(slab, bytes, slab_bytes);
@@ -36,36 +36,36 @@ bool decode_literal(const DecodeParams& params, uint8_t* out, const uint8_t* sla
 namespace {
 
 EncodeBlocks encoder(const EncodeParams& params) {
-  switch (params.shape) {
-    case Shape::kDense:
+  switch (params.layout) {
+    case Layout::kDense:
       return dense_encoder(params.dtype);
-    case Shape::kSparse:
+    case Layout::kSparse:
       return sparse_encoder(params.dtype);
-    case Shape::kBits:
+    case Layout::kBits:
       return &encode_one_by_one<encode_bits>;
-    case Shape::kInts:
+    case Layout::kInts:
       return ints_encoder(params.dtype);
-    case Shape::kUpcast:
+    case Layout::kUpcast:
       return &encode_one_by_one<encode_upcast>;
-    case Shape::kRaw:
+    case Layout::kRaw:
       break;
   }
   return &encode_one_by_one<encode_literal>;
 }
 
 DecodeBlocks decoder(const DecodeParams& params) {
-  switch (params.shape) {
-    case Shape::kDense:
+  switch (params.layout) {
+    case Layout::kDense:
       return dense_decoder(params.dtype);
-    case Shape::kSparse:
+    case Layout::kSparse:
       return sparse_decoder(params.dtype);
-    case Shape::kBits:
+    case Layout::kBits:
       return &decode_one_by_one<decode_bits>;
-    case Shape::kInts:
+    case Layout::kInts:
       return ints_decoder(params.dtype);
-    case Shape::kUpcast:
+    case Layout::kUpcast:
       return &decode_one_by_one<decode_upcast>;
-    case Shape::kRaw:
+    case Layout::kRaw:
       break;
   }
   return &decode_one_by_one<decode_literal>;

@@ -1,4 +1,4 @@
-// Shapes dense and upcast.
+// Layouts dense and upcast.
 #include <algorithm>
 #include <bit>
 

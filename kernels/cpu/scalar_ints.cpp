@@ -1,4 +1,4 @@
-// Shapes ints and bits.
+// Layouts ints and bits.
 #include <algorithm>
 #include <bit>
 #include <type_traits>

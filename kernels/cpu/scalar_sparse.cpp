@@ -1,4 +1,4 @@
-// Shape sparse: a bitmap of what is not +-0, and the survivors' fields as streams behind it.
+// Layout sparse: a bitmap of what is not +-0, and the survivors' fields as streams behind it.
 #include "bitmap.h"
 #include "elements.h"
 #include "exponents.h"
@@ -10,7 +10,7 @@ namespace memswap::cpu::scalar {
 namespace {
 
 using frame::Dtype;
-using frame::Shape;
+using frame::Layout;
 
 // Rotated, +0 is 0 and -0 is 1.
 template <typename Bits>
@@ -51,7 +51,7 @@ EncodedBlock encode_sparse(const EncodeParams& params, const void* elements, uin
                    (has_negative_zero ? bytes_of_bits(zero_count) : 0);
   for_each_plane(Element::kRestBits,
                  [&](uint32_t, auto width) { bytes += bytes_of_bits(width * survivor_count); });
-  if (units_of_bytes(bytes) >= frame::max_payload_units(dtype, Shape::kSparse)) {
+  if (units_of_bytes(bytes) >= frame::max_payload_units(dtype, Layout::kSparse)) {
     EncodedBlock literal = encode_literal(params, elements, count, slab, payload);
     literal.zeros = zeros;
     return literal;

@@ -1,5 +1,5 @@
-// The table of a vector path: every shape of every dtype has vector code, except that the last
-// block of shape ints, where it is not full, goes to the scalar function.
+// The table of a vector path: every layout of every dtype has vector code, except that the last
+// block of layout ints, where it is not full, goes to the scalar function.
 #include "vector.h"
 
 #include "vector_bytes.h"
@@ -8,39 +8,39 @@ namespace memswap::cpu {
 namespace MEMSWAP_ISA {
 namespace {
 
-using frame::Shape;
+using frame::Layout;
 
 EncodeBlocks encoder(const EncodeParams& params) {
-  switch (params.shape) {
-    case Shape::kDense:
+  switch (params.layout) {
+    case Layout::kDense:
       return dense_encoder(params);
-    case Shape::kSparse:
+    case Layout::kSparse:
       return sparse_encoder(params);
-    case Shape::kBits:
+    case Layout::kBits:
       return bits_encoder(params);
-    case Shape::kInts:
+    case Layout::kInts:
       return ints_encoder(params);
-    case Shape::kUpcast:
+    case Layout::kUpcast:
       return upcast_encoder(params);
-    case Shape::kRaw:
+    case Layout::kRaw:
       break;
   }
   return raw_encoder(params);
 }
 
 DecodeBlocks decoder(const DecodeParams& params) {
-  switch (params.shape) {
-    case Shape::kDense:
+  switch (params.layout) {
+    case Layout::kDense:
       return dense_decoder(params);
-    case Shape::kSparse:
+    case Layout::kSparse:
       return sparse_decoder(params);
-    case Shape::kBits:
+    case Layout::kBits:
       return bits_decoder(params);
-    case Shape::kInts:
+    case Layout::kInts:
       return ints_decoder(params);
-    case Shape::kUpcast:
+    case Layout::kUpcast:
       return upcast_decoder(params);
-    case Shape::kRaw:
+    case Layout::kRaw:
       break;
   }
   return raw_decoder(params);

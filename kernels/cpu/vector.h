@@ -1,4 +1,4 @@
-// A vector path's shapes. dense and sparse return NULL where the dtype is no float.
+// A vector path's layouts. dense and sparse return NULL where the dtype is no float.
 #pragma once
 
 #include "vector_lanes.h"

@@ -19,7 +19,7 @@ struct Float {
   static constexpr uint32_t kRestBits = kSplit.rest_bits;  // 0, 4, or 3 in fields of 2 and 1
   static constexpr uint32_t kSymbolBits = kSplit.exponent_bits;
   static constexpr uint32_t kRestBytes = frame::rest_bytes(kSplit);
-  static constexpr uint32_t kSlabBytes = frame::slab_bytes(kDtype, frame::Shape::kDense);
+  static constexpr uint32_t kSlabBytes = frame::slab_bytes(kDtype, frame::Layout::kDense);
   static_assert(kBytePlanes + 1 == kWidth && kRestBits + kSymbolBits == 8);
 };
 

@@ -1,4 +1,4 @@
-// Shapes ints, bits and raw, and the checksum, with portable vectors.
+// Layouts ints, bits and raw, and the checksum, with portable vectors.
 #include "vector.h"
 #include "vector_bitmap.h"
 #include "vector_literal.h"

@@ -5,7 +5,7 @@
 // The algorithms stand once, in the vector_*.h and vector_*.cpp that include this, and are compiled
 // for each set of instructions in a namespace of its own. What sets do differently has one name in
 // vector_avx512.h, vector_avx2.h and vector_neon.h, the latter two with vector_extensions.h. Only
-// encoding shape sparse has code of its own for AVX-512, where that measured faster.
+// encoding layout sparse has code of its own for AVX-512, where that measured faster.
 #pragma once
 
 #include <stddef.h>

@@ -10,7 +10,7 @@ namespace {
 template <bool kStreaming>
 inline EncodedBlock encode_literal(const EncodeParams& params, const void* elements, uint32_t,
                                    uint8_t* slab, uint8_t* payload) {
-  const uint32_t slab_bytes = frame::slab_bytes(params.dtype, params.shape);
+  const uint32_t slab_bytes = frame::slab_bytes(params.dtype, params.layout);
   const uint32_t rest_bytes = frame::kBlockElements * frame::width_of(params.dtype) - slab_bytes;
   const auto* from = static_cast<const uint8_t*>(elements);
   copy_lines<kStreaming>(slab, from, slab_bytes);

@@ -1,4 +1,4 @@
-// Shape sparse to frames, with portable vectors.
+// Layout sparse to frames, with portable vectors.
 #include "vector.h"
 #include "vector_bitmap.h"
 #include "vector_floats.h"
@@ -10,7 +10,7 @@ namespace memswap::cpu::MEMSWAP_ISA {
 namespace {
 
 using frame::Dtype;
-using frame::Shape;
+using frame::Layout;
 
 // The R bits that share a byte with E, as streams.
 template <uint32_t kRestBits>
@@ -214,7 +214,7 @@ EncodedBlock encode_sparse(const EncodeParams& params, const void* elements, uin
   const auto bitmap_bytes = static_cast<uint32_t>(end - payload);
   const uint32_t units = units_of_bytes(bitmap_bytes + live * Type::kBytePlanes +
                                         Rest::bytes(live) + code_bytes + sign_bytes + escape_bytes);
-  if (units >= frame::max_payload_units(kDtype, Shape::kSparse)) {
+  if (units >= frame::max_payload_units(kDtype, Layout::kSparse)) {
     EncodedBlock literal = encode_literal<false>(params, elements, count, slab, payload);
     literal.zeros = zeros - missing_zeros;
     return literal;

@@ -1,4 +1,4 @@
-// Frames to shape sparse.
+// Frames to layout sparse.
 #include "vector.h"
 #include "vector_bitmap.h"
 #include "vector_floats.h"

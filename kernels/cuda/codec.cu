@@ -15,7 +15,7 @@ namespace memswap::cuda {
 namespace {
 
 using frame::Dtype;
-using frame::Shape;
+using frame::Layout;
 
 // A frame without elements has a tile: there is a header to be written, or to be looked at.
 uint32_t tiles_of(uint64_t elements) {
@@ -24,13 +24,13 @@ uint32_t tiles_of(uint64_t elements) {
 }
 
 EncodeJob to_device(const memswap_encode_job& job, void* workspace) {
-  const frame::Layout layout =
-      frame::layout_of(static_cast<Dtype>(job.dtype), static_cast<Shape>(job.shape), job.elements);
+  const frame::Sections sections = frame::sections_of(
+      static_cast<Dtype>(job.dtype), static_cast<Layout>(job.layout), job.elements);
   EncodeJob to{};
   to.input = static_cast<const uint8_t*>(job.input);
   to.frame = static_cast<uint8_t*>(job.frame);
-  to.records = to.frame + layout.records;
-  to.var = to.frame + layout.var;
+  to.records = to.frame + sections.records;
+  to.var = to.frame + sections.var;
   to.overflow = static_cast<uint8_t*>(job.overflow);
   to.overflow_cursor = reinterpret_cast<unsigned long long*>(job.overflow_cursor);
   to.report = static_cast<uint32_t*>(job.report);
@@ -39,11 +39,11 @@ EncodeJob to_device(const memswap_encode_job& job, void* workspace) {
   to.var_capacity = job.var_capacity;
   to.var_limit = job.var_capacity < frame::kMaxBaseUnits ? job.var_capacity : frame::kMaxBaseUnits;
   to.overflow_capacity = static_cast<uint32_t>(job.overflow_capacity);
-  to.blocks = layout.blocks;
+  to.blocks = sections.blocks;
   to.tiles = tiles_of(job.elements);
-  to.slab_bytes = layout.slab_bytes;
+  to.slab_bytes = sections.slab_bytes;
   to.dtype = job.dtype;
-  to.shape = job.shape;
+  to.layout = job.layout;
   to.fast = job.profile == MEMSWAP_FAST;
   to.center = job.center;
   to.checked = job.checksum != 0;
@@ -63,39 +63,39 @@ DecodeJob to_device(const memswap_decode_job& job) {
   to.tiles = tiles_of(job.elements);
   to.dtype = job.dtype;
   to.verify = job.verify != 0;
-  to.is_alone = job.shape_hint != 0;
+  to.is_alone = job.layout_hint != 0;
   if (to.is_alone) {
     to.slab_bytes =
-        frame::slab_bytes(static_cast<Dtype>(job.dtype), static_cast<Shape>(job.shape_hint - 1));
+        frame::slab_bytes(static_cast<Dtype>(job.dtype), static_cast<Layout>(job.layout_hint - 1));
   }
   return to;
 }
 
 EncodeKernel* kernel_of(const memswap_encode_job& job) {
   const Dtype dtype = static_cast<Dtype>(job.dtype);
-  const Shape shape = static_cast<Shape>(job.shape);
-  switch (shape) {
-    case Shape::kDense:
-    case Shape::kUpcast:
-      return dense_encode_kernel(dtype, shape);
-    case Shape::kSparse:
+  const Layout layout = static_cast<Layout>(job.layout);
+  switch (layout) {
+    case Layout::kDense:
+    case Layout::kUpcast:
+      return dense_encode_kernel(dtype, layout);
+    case Layout::kSparse:
       return sparse_encode_kernel(dtype);
     default:
-      return other_encode_kernel(dtype, shape);
+      return other_encode_kernel(dtype, layout);
   }
 }
 
-// One kernel, or two that share a frame (see [Note: shapes]); the second is null where there is
+// One kernel, or two that share a frame (see [Note: layouts]); the second is null where there is
 // none.
 std::pair<DecodeKernel*, DecodeKernel*> kernels_of(const memswap_decode_job& job) {
   const Dtype dtype = static_cast<Dtype>(job.dtype);
   if (frame::split_of(dtype).exponent_bits == 0) {
     return {other_decode_kernel(dtype), nullptr};
   }
-  if (job.shape_hint == 0) {
+  if (job.layout_hint == 0) {
     return {float_decode_kernel(dtype), sparse_decode_kernel(dtype)};
   }
-  const bool is_sparse = static_cast<Shape>(job.shape_hint - 1) == Shape::kSparse;
+  const bool is_sparse = static_cast<Layout>(job.layout_hint - 1) == Layout::kSparse;
   return {is_sparse ? sparse_decode_kernel(dtype) : float_decode_kernel(dtype), nullptr};
 }
 

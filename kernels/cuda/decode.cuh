@@ -1,7 +1,7 @@
 // The decoder's kernel: a warp decodes a block. What differs from dtype to dtype is a Decoder.
 //
-// [Note: shapes] Floats have two kernels, because shape sparse needs half as many registers again
-// as the others. Where the caller has no idea of a frame's shape, which is known on the device
+// [Note: layouts] Floats have two kernels, because layout sparse needs half as many registers again
+// as the others. Where the caller has no idea of a frame's layout, which is known on the device
 // alone, both are launched, and each takes the frames that are its own; the other one costs some 2
 // microseconds. With a hint one is launched, and reports a frame that is not its own.
 #pragma once
@@ -20,8 +20,8 @@ struct DecodeFrame {
   uint32_t blocks;
   uint32_t slab_bytes;
   uint32_t longest;  // payload, units
-  uint32_t modes;    // bit m: mode m fits the shape
-  frame::Shape shape;
+  uint32_t modes;    // bit m: mode m fits the layout
+  frame::Layout layout;
   bool usable;
   bool verify;
 };
@@ -45,29 +45,29 @@ struct BlockRecord {
 // Leaves `usable` false where the frame is not what the job says, or cannot be.
 __device__ inline void read_frame(const DecodeJob& job, DecodeFrame& frame) {
   frame.usable = false;
-  frame::Layout layout{};
+  frame::Sections sections{};
   if (job.frame_bytes < frame::kHeaderBytes) {
     return;
   }
   const frame::Header& header = *reinterpret_cast<const frame::Header*>(job.frame);
-  if (!frame::validate(header, job.frame_bytes, job.overflow_capacity, &layout) ||
+  if (!frame::validate(header, job.frame_bytes, job.overflow_capacity, &sections) ||
       header.elements != job.elements || header.dtype != job.dtype) {
     return;
   }
   const frame::Dtype dtype = static_cast<frame::Dtype>(header.dtype);
-  const frame::Shape shape = static_cast<frame::Shape>(header.shape);
+  const frame::Layout layout = static_cast<frame::Layout>(header.layout);
   uint32_t modes = 0;
   for (uint32_t mode = 1; mode < frame::kModes; ++mode) {
-    modes |= uint32_t{frame::mode_fits(dtype, shape, mode)} << mode;
+    modes |= uint32_t{frame::mode_fits(dtype, layout, mode)} << mode;
   }
-  frame.records = job.frame + layout.records;
-  frame.var = job.frame + layout.var;
+  frame.records = job.frame + sections.records;
+  frame.var = job.frame + sections.var;
   frame.var_capacity = header.var_capacity;
-  frame.blocks = layout.blocks;
-  frame.slab_bytes = layout.slab_bytes;
-  frame.longest = layout.max_payload_units;
+  frame.blocks = sections.blocks;
+  frame.slab_bytes = sections.slab_bytes;
+  frame.longest = sections.max_payload_units;
   frame.modes = modes;
-  frame.shape = shape;
+  frame.layout = layout;
   frame.verify = job.verify && (header.flags & frame::kChecked) != 0;
   frame.usable = true;
 }
@@ -147,7 +147,7 @@ __global__ void __launch_bounds__(kTileThreads, Decoder::kTiles)
     read_frame(job, shared.frame);
   }
   __syncthreads();
-  const bool is_own = found.usable && Decoder::takes(found.shape);
+  const bool is_own = found.usable && Decoder::takes(found.layout);
   const bool is_reported = job.is_alone ? !is_own : !found.usable && Decoder::kReportsHeaders;
   if (is_reported && tile.thread == 0) {
     atomicOr(job.status, uint32_t{frame::kBadHeader});
@@ -244,7 +244,7 @@ __device__ __forceinline__ bool decode_literal(const BlockRecord& record, const 
   return true;
 }
 
-// Shape ints: distances above a minimum, in planes.
+// Layout ints: distances above a minimum, in planes.
 template <uint32_t kWidth>
 __device__ __forceinline__ bool decode_ints(const BlockRecord& record, const DecodeFrame& frame,
                                             const Sink<kWidth>& sink, uint32_t warp, uint32_t lane,
@@ -299,7 +299,7 @@ __device__ __forceinline__ bool decode_ints(const BlockRecord& record, const Dec
   return true;
 }
 
-// Shape bits: the bitmap alone.
+// Layout bits: the bitmap alone.
 __device__ __forceinline__ bool decode_bitmap(const BlockRecord& record, const DecodeFrame& frame,
                                               const Sink<1>& sink, uint32_t warp, uint32_t lane,
                                               uint64_t& checksum) {

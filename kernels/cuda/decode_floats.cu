@@ -1,4 +1,4 @@
-// Decoders of floats: every shape but sparse.
+// Decoders of floats: every layout but sparse.
 #include "decode.cuh"
 
 namespace memswap::cuda {
@@ -11,15 +11,15 @@ struct FloatDecoder {
   static constexpr uint32_t kTiles = kDtype == frame::Dtype::kFp64 ? kLeastTiles : kTilesAtOnce;
   static constexpr bool kReportsHeaders = true;
 
-  __device__ static constexpr bool takes(frame::Shape shape) {
-    return shape != frame::Shape::kSparse;
+  __device__ static constexpr bool takes(frame::Layout layout) {
+    return layout != frame::Layout::kSparse;
   }
 
   __device__ static __forceinline__ bool decode(const BlockRecord& record, const DecodeFrame& frame,
                                                 const Sink<kWidth>& sink, const uint8_t* slab,
                                                 DecodeMemory& memory, const Move* expand,
                                                 uint32_t warp, uint32_t lane, uint64_t& checksum) {
-    if (frame.shape == frame::Shape::kDense) {
+    if (frame.layout == frame::Layout::kDense) {
       return decode_dense_block<Parts>(record, frame, sink, slab, memory, expand, warp, lane,
                                        checksum);
     }
@@ -41,7 +41,7 @@ struct FloatDecoder {
   }
 
  private:
-  // A dense block of BlockParts: of this dtype, or of bfloat16 for shape upcast.
+  // A dense block of BlockParts: of this dtype, or of bfloat16 for layout upcast.
   template <class BlockParts>
   __device__ static __forceinline__ bool decode_dense_block(
       const BlockRecord& record, const DecodeFrame& frame, const Sink<kWidth>& sink,

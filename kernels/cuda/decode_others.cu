@@ -1,4 +1,4 @@
-// Decoders of what is no float: shapes bits, ints and raw.
+// Decoders of what is no float: layouts bits, ints and raw.
 #include "decode.cuh"
 
 namespace memswap::cuda {
@@ -9,7 +9,7 @@ struct OtherDecoder {
   static constexpr uint32_t kTiles = kTilesAtOnce;
   static constexpr bool kReportsHeaders = true;
 
-  __device__ static constexpr bool takes(frame::Shape) { return true; }
+  __device__ static constexpr bool takes(frame::Layout) { return true; }
 
   __device__ static __forceinline__ bool decode(const BlockRecord& record, const DecodeFrame& frame,
                                                 const Sink<kWidth>& sink, const uint8_t* slab,

@@ -1,4 +1,4 @@
-// Decoders of shape sparse: survivors are decoded as a block of their own, then gathered by the
+// Decoders of layout sparse: survivors are decoded as a block of their own, then gathered by the
 // bitmap.
 
 #include "decode.cuh"
@@ -142,8 +142,8 @@ struct SparseDecoder {
   static constexpr uint32_t kTiles = kDtype == frame::Dtype::kFp64 ? kLeastTiles : kTilesAtOnce;
   static constexpr bool kReportsHeaders = false;
 
-  __device__ static constexpr bool takes(frame::Shape shape) {
-    return shape == frame::Shape::kSparse;
+  __device__ static constexpr bool takes(frame::Layout layout) {
+    return layout == frame::Layout::kSparse;
   }
 
   __device__ static __forceinline__ bool decode(const BlockRecord& record, const DecodeFrame& frame,

@@ -1,5 +1,5 @@
 // The encoder's kernel: a warp codes a block into shared memory, the tile takes its position, the
-// warps copy. What differs from shape to shape is a Coder.
+// warps copy. What differs from layout to layout is a Coder.
 #pragma once
 
 #include "bitmaps.cuh"
@@ -60,7 +60,7 @@ __device__ inline uint32_t header_word(const EncodeJob& job, uint32_t word) {
     case 0:
       return frame::kMagic;
     case 1:
-      return frame::kVersion | uint32_t{job.dtype} << 16 | uint32_t{job.shape} << 24;
+      return frame::kVersion | uint32_t{job.dtype} << 16 | uint32_t{job.layout} << 24;
     case 2:
       return job.checked ? frame::kChecked : 0;
     case 4:

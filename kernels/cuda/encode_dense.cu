@@ -1,4 +1,4 @@
-// Encoders of shapes dense and upcast.
+// Encoders of layouts dense and upcast.
 #include "encode.cuh"
 
 namespace memswap::cuda {
@@ -17,7 +17,7 @@ struct DenseCoder {
   static constexpr uint32_t kStages = 2;
   using Memory = EncodeMemory<kDenseStageBytes, kStages>;
   static constexpr uint32_t kWidth = Parts::kWidth;
-  static constexpr uint32_t kSlabBytes = frame::slab_bytes(kDtype, frame::Shape::kDense);
+  static constexpr uint32_t kSlabBytes = frame::slab_bytes(kDtype, frame::Layout::kDense);
   static constexpr bool kHasPayload = true;
   static constexpr bool kMayBeLiteral = false;
   static constexpr uint32_t kTiles = kTilesAtOnce;
@@ -68,7 +68,7 @@ struct UpcastCoder {
   using Parts = Float<frame::Dtype::kBf16>;
   static constexpr uint32_t kWidth = 4;
   static constexpr uint32_t kSlabBytes =
-      frame::slab_bytes(frame::Dtype::kFp32, frame::Shape::kUpcast);
+      frame::slab_bytes(frame::Dtype::kFp32, frame::Layout::kUpcast);
   static constexpr uint32_t kStages = 2;
   using Memory = EncodeMemory<kDenseStageBytes, kStages>;
   static constexpr bool kHasPayload = true;
@@ -121,9 +121,9 @@ struct UpcastCoder {
   }
 };
 
-EncodeKernel* dense_encode_kernel(frame::Dtype dtype, frame::Shape shape) {
+EncodeKernel* dense_encode_kernel(frame::Dtype dtype, frame::Layout layout) {
   using frame::Dtype;
-  if (shape == frame::Shape::kUpcast) {
+  if (layout == frame::Layout::kUpcast) {
     return encode_kernel<UpcastCoder>();
   }
   switch (dtype) {

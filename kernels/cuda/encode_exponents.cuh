@@ -531,8 +531,8 @@ struct Coded {
   uint32_t units;
   uint32_t center;
   bool packed = false;
-  uint32_t masks = 0;    // shape sparse: the survivors; byte q: row q
-  uint64_t minimum = 0;  // shape ints
+  uint32_t masks = 0;    // layout sparse: the survivors; byte q: row q
+  uint64_t minimum = 0;  // layout ints
 };
 
 // A dense block. `given`: the centre of the fast profile. `missing`: elements of the 1024 that are

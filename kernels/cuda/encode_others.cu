@@ -1,4 +1,4 @@
-// Encoders of shapes bits, ints and raw.
+// Encoders of layouts bits, ints and raw.
 #include "encode.cuh"
 
 namespace memswap::cuda {
@@ -238,12 +238,12 @@ EncodeKernel* of_width(uint32_t width) {
   }
 }
 
-EncodeKernel* other_encode_kernel(frame::Dtype dtype, frame::Shape shape) {
-  if (shape == frame::Shape::kBits) {
+EncodeKernel* other_encode_kernel(frame::Dtype dtype, frame::Layout layout) {
+  if (layout == frame::Layout::kBits) {
     return encode_kernel<BitsCoder>();
   }
   const uint32_t width = frame::width_of(dtype);
-  return shape == frame::Shape::kInts ? of_width<IntsCoder>(width) : of_width<RawCoder>(width);
+  return layout == frame::Layout::kInts ? of_width<IntsCoder>(width) : of_width<RawCoder>(width);
 }
 
 }  // namespace memswap::cuda

@@ -1,4 +1,4 @@
-// Encoders of shape sparse: survivors are compacted and coded as a block of their own.
+// Encoders of layout sparse: survivors are compacted and coded as a block of their own.
 #include "encode.cuh"
 
 namespace memswap::cuda {

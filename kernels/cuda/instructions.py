@@ -71,7 +71,7 @@ class EncodeJob(ctypes.Structure):
         *((name, ctypes.c_uint64) for name in ("var_capacity", "var_limit")),
         *((name, ctypes.c_uint32) for name in ("overflow_capacity", "blocks", "tiles")),
         ("slab_bytes", ctypes.c_uint32),
-        *((name, ctypes.c_uint8) for name in ("dtype", "shape", "fast", "center", "checked")),
+        *((name, ctypes.c_uint8) for name in ("dtype", "layout", "fast", "center", "checked")),
         ("is_counted_apart", ctypes.c_uint8),
     ]
 
@@ -94,7 +94,7 @@ class Case:
 
     name: str
     dtype: int
-    shape: int
+    layout: int
     width: int
     slab_bytes: int
     longest: int
@@ -297,8 +297,9 @@ def execute(case: Case, architecture: str, fast_center: int | None = None) -> Ru
     encode_job = EncodeJob(
         input=input_at, frame=frame_at, records=frame_at + records, var=frame_at + var,
         counters=workspace_at, elements=ELEMENTS, var_capacity=capacity, var_limit=capacity,
-        blocks=BLOCKS, tiles=TILES, slab_bytes=case.slab_bytes, dtype=case.dtype, shape=case.shape,
-        fast=fast_center is not None, center=fast_center or 0, is_counted_apart=1,
+        blocks=BLOCKS, tiles=TILES, slab_bytes=case.slab_bytes, dtype=case.dtype,
+        layout=case.layout, fast=fast_center is not None, center=fast_center or 0,
+        is_counted_apart=1,
     )  # fmt: skip
     encoder, decoder = (
         Kernel.of(compile_source(source_name, architecture).ptx, part)

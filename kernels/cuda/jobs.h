@@ -35,7 +35,7 @@ struct EncodeJob {
   uint32_t tiles;
   uint32_t slab_bytes;
   uint8_t dtype;
-  uint8_t shape;
+  uint8_t layout;
   uint8_t fast;
   uint8_t center;
   uint8_t checked;
@@ -83,9 +83,9 @@ inline constexpr uint32_t kReservedBytes = 1024;
 
 // The kernels are spread over translation units, so that these compile at the same time. Null where
 // there is no such kernel.
-EncodeKernel* dense_encode_kernel(frame::Dtype dtype, frame::Shape shape);
+EncodeKernel* dense_encode_kernel(frame::Dtype dtype, frame::Layout layout);
 EncodeKernel* sparse_encode_kernel(frame::Dtype dtype);
-EncodeKernel* other_encode_kernel(frame::Dtype dtype, frame::Shape shape);
+EncodeKernel* other_encode_kernel(frame::Dtype dtype, frame::Layout layout);
 DecodeKernel* float_decode_kernel(frame::Dtype dtype);
 DecodeKernel* sparse_decode_kernel(frame::Dtype dtype);
 DecodeKernel* other_decode_kernel(frame::Dtype dtype);

@@ -60,8 +60,8 @@ TEST_F(Arguments, ImpossibleEncodesAreRefused) {
   refused([](Job& job) { job.elements = frame::kMaxElements + 1; });
   refused([](Job& job) { job.dtype = 0; });
   refused([](Job& job) { job.dtype = frame::kLastDtype + 1; });
-  refused([](Job& job) { job.shape = frame::kLastShape + 1; });
-  refused([](Job& job) { job.shape = static_cast<uint8_t>(Shape::kBits); });
+  refused([](Job& job) { job.layout = frame::kLastLayout + 1; });
+  refused([](Job& job) { job.layout = static_cast<uint8_t>(Layout::kBits); });
   refused([](Job& job) { job.profile = 2; });
   refused([](Job& job) { job.frame = nullptr; });
   refused([](Job& job) { job.frame = shifted(job.frame, 64); });

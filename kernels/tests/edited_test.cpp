@@ -54,22 +54,22 @@ TEST_P(Edited, ElementsAreEncodedWithinBounds) {
   for (const Dtype dtype : all_dtypes()) {
     GuardedBuffer elements(uint64_t{frame::kTileElements} * frame::width_of(dtype));
     const Editor editor(dtype, elements);
-    for (const Shape shape : shapes_of(dtype)) {
-      SCOPED_TRACE(describe(dtype, shape));
-      const uint64_t most = uint64_t{frame::kTileBlocks} * frame::max_payload_units(dtype, shape) *
+    for (const Layout layout : layouts_of(dtype)) {
+      SCOPED_TRACE(describe(dtype, layout));
+      const uint64_t most = uint64_t{frame::kTileBlocks} * frame::max_payload_units(dtype, layout) *
                                 frame::kUnitBytes +
                             cpu::kEncoderSlackBytes;
-      GuardedBuffer slabs(frame::kTileBlocks * frame::slab_bytes(dtype, shape));
+      GuardedBuffer slabs(frame::kTileBlocks * frame::slab_bytes(dtype, layout));
       GuardedBuffer payloads(most + kBehind);
       memset(payloads.data(), 0, payloads.size());
       for (uint32_t run = 0; run < kRuns; ++run) {
-        const EncodeParams params{dtype, shape, run % 2 == 1, 128, run % 4 >= 2};
+        const EncodeParams params{dtype, layout, run % 2 == 1, 128, run % 4 >= 2};
         EncodedBlock encoded[frame::kTileBlocks];
         blocks->encoder(params)(params, elements.data(), frame::kTileElements, slabs.data(),
                                 payloads.data(), encoded);
         blocks->fence();
         for (const EncodedBlock& block : encoded) {
-          ASSERT_TRUE(frame::block_fits(dtype, shape,
+          ASSERT_TRUE(frame::block_fits(dtype, layout,
                                         frame::Record::pack(block.mode, block.units, block.packed)))
               << "mode " << block.mode << ", " << block.units << " units";
         }

@@ -1,6 +1,6 @@
 // libFuzzer target: hostile frames into the decoder and into memswap_frame_portable, arbitrary
-// tensors through encoder and decoder, in a shape that the input names or that is chosen by sample,
-// with every instruction set that there is.
+// tensors through encoder and decoder, in a layout that the input names or that is chosen by
+// sample, with every instruction set that there is.
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
@@ -25,7 +25,7 @@ namespace {
 using frame::Dtype;
 using frame::Header;
 using frame::Layout;
-using frame::Shape;
+using frame::Sections;
 
 // A caller expects what the frame says; beyond this it would not have come so far. Two tiles, and
 // for elements of 8 bytes two chunks.
@@ -47,7 +47,7 @@ constexpr size_t kMaxTensorBytes = sizeof(uint64_t) * (kMaxElements + frame::kBl
 constexpr size_t kMaxFrameBytes = kMaxTensorBytes + kMaxTensorBytes / 4;
 constexpr uint32_t kMaxOffset = 32 * sizeof(uint64_t);
 static_assert(kMaxFuzzBytes <= kMaxTensorBytes);
-static_assert(kFuzzChosenShape == frame::kLastShape + 1);
+static_assert(kFuzzChosenLayout == frame::kLastLayout + 1);
 
 [[noreturn]] void fail(const char* what) {
   std::fprintf(stderr, "fuzz_decode: %s\n", what);
@@ -72,11 +72,11 @@ struct Elements {
 // What a tensor is to be encoded as.
 struct Wish {
   Elements elements;
-  Shape shape;
+  Layout layout;
   uint8_t options;
   uint8_t center;
   uint8_t var;
-  bool chosen;  // the shape comes from a sample of the elements
+  bool chosen;  // the layout comes from a sample of the elements
 };
 
 class Target {
@@ -149,26 +149,27 @@ class Target {
     header->version = frame::kVersion;
     header->dtype = static_cast<uint8_t>(1 + header->dtype % frame::kLastDtype);
     const auto dtype = static_cast<Dtype>(header->dtype);
-    header->shape = static_cast<uint8_t>(possible_shape(dtype, header->shape));
+    header->layout = static_cast<uint8_t>(possible_layout(dtype, header->layout));
     header->flags &= frame::kOrdered | frame::kChecked;
     memset(header->reserved, 0, sizeof(header->reserved));
     header->status = frame::kOk;
     header->elements %= max_elements + 1;
-    Layout layout = frame::layout_of(dtype, static_cast<Shape>(header->shape), header->elements);
-    while (layout.var > frame_bytes) {
+    Sections sections =
+        frame::sections_of(dtype, static_cast<Layout>(header->layout), header->elements);
+    while (sections.var > frame_bytes) {
       header->elements /= 2;
-      layout = frame::layout_of(dtype, static_cast<Shape>(header->shape), header->elements);
+      sections = frame::sections_of(dtype, static_cast<Layout>(header->layout), header->elements);
     }
-    header->blocks = layout.blocks;
-    header->slab_bytes = layout.slab_bytes;
-    header->var_capacity = (frame_bytes - layout.var) / frame::kUnitBytes;
+    header->blocks = sections.blocks;
+    header->slab_bytes = sections.slab_bytes;
+    header->var_capacity = (frame_bytes - sections.var) / frame::kUnitBytes;
     header->var_used = header->var_capacity;
     header->overflow_used = overflow_units;
   }
 
-  static Shape possible_shape(Dtype dtype, uint8_t wanted) {
-    const auto shape = static_cast<Shape>(wanted % (frame::kLastShape + 1));
-    return frame::shape_fits(dtype, shape) ? shape : Shape::kInts;
+  static Layout possible_layout(Dtype dtype, uint8_t wanted) {
+    const auto layout = static_cast<Layout>(wanted % (frame::kLastLayout + 1));
+    return frame::layout_fits(dtype, layout) ? layout : Layout::kInts;
   }
 
   void run_frame(const uint8_t* data, size_t size, bool repaired) {
@@ -226,8 +227,8 @@ class Target {
     const auto dtype =
         static_cast<Dtype>(1 + (data[1] + frame::kLastDtype - 1) % frame::kLastDtype);
     const uint32_t offset = data[3] / kFuzzOffset * frame::width_of(dtype);
-    const bool chosen = data[2] % (kFuzzChosenShape + 1) == kFuzzChosenShape;
-    return {{dtype, 0, offset}, possible_shape(dtype, data[2]), data[3], data[4], data[5], chosen};
+    const bool chosen = data[2] % (kFuzzChosenLayout + 1) == kFuzzChosenLayout;
+    return {{dtype, 0, offset}, possible_layout(dtype, data[2]), data[3], data[4], data[5], chosen};
   }
 
   void run_tensor(const uint8_t* data, size_t size) {
@@ -272,17 +273,18 @@ class Target {
 
   void run_round_trip(Wish wish, const uint8_t* input) {
     if (wish.chosen) {
-      choose_shape(wish, input);
+      choose_layout(wish, input);
     }
-    const Layout layout = frame::layout_of(wish.elements.dtype, wish.shape, wish.elements.count);
+    const Sections sections =
+        frame::sections_of(wish.elements.dtype, wish.layout, wish.elements.count);
     FrameBytes first{};
     for (size_t i = 0; i < codecs_.size(); ++i) {
-      const FrameBytes made = encode(i, wish, layout, input, i == 0 ? frame_ : other_frame_,
+      const FrameBytes made = encode(i, wish, sections, input, i == 0 ? frame_ : other_frame_,
                                      i == 0 ? overflow_ : other_overflow_);
       if (i == 0) {
         first = made;
       } else {
-        expect_same(first, made, layout);
+        expect_same(first, made, sections);
       }
     }
     const uint8_t* output = nullptr;
@@ -292,56 +294,56 @@ class Target {
     }
   }
 
-  // Of tensors as short as these every block is sampled, so no other shape may be shorter.
-  void choose_shape(Wish& wish, const uint8_t* input) {
-    const uint8_t chosen = memswap_choose_shape(input, wish.elements.count,
-                                                static_cast<uint8_t>(wish.elements.dtype), nullptr);
-    if (chosen > frame::kLastShape ||
-        !frame::shape_fits(wish.elements.dtype, static_cast<Shape>(chosen))) {
-      fail("the chosen shape does not fit the dtype");
+  // Of tensors as short as these every block is sampled, so no other layout may be shorter.
+  void choose_layout(Wish& wish, const uint8_t* input) {
+    const uint8_t chosen = memswap_choose_layout(
+        input, wish.elements.count, static_cast<uint8_t>(wish.elements.dtype), nullptr);
+    if (chosen > frame::kLastLayout ||
+        !frame::layout_fits(wish.elements.dtype, static_cast<Layout>(chosen))) {
+      fail("the chosen layout does not fit the dtype");
     }
-    wish.shape = static_cast<Shape>(chosen);
-    const uint64_t bytes = canonical_bytes(wish, wish.shape, input);
-    for (uint8_t other = 0; other <= frame::kLastShape; ++other) {
-      const auto shape = static_cast<Shape>(other);
-      if (other != chosen && frame::shape_fits(wish.elements.dtype, shape) &&
-          canonical_bytes(wish, shape, input) < bytes) {
-        fail("another shape is shorter than the chosen one");
+    wish.layout = static_cast<Layout>(chosen);
+    const uint64_t bytes = canonical_bytes(wish, wish.layout, input);
+    for (uint8_t other = 0; other <= frame::kLastLayout; ++other) {
+      const auto layout = static_cast<Layout>(other);
+      if (other != chosen && frame::layout_fits(wish.elements.dtype, layout) &&
+          canonical_bytes(wish, layout, input) < bytes) {
+        fail("another layout is shorter than the chosen one");
       }
     }
   }
 
-  // Of the tensor's whole frame in a shape, in the canonical profile that the choice is made for.
-  uint64_t canonical_bytes(Wish wish, Shape shape, const uint8_t* input) {
-    wish.shape = shape;
+  // Of the tensor's whole frame in a layout, in the canonical profile that the choice is made for.
+  uint64_t canonical_bytes(Wish wish, Layout layout, const uint8_t* input) {
+    wish.layout = layout;
     wish.options = 0;
     wish.var = 255;
-    const Layout layout = frame::layout_of(wish.elements.dtype, shape, wish.elements.count);
-    const FrameBytes made = encode(codecs_.size() - 1, wish, layout, input, frame_, overflow_);
+    const Sections sections = frame::sections_of(wish.elements.dtype, layout, wish.elements.count);
+    const FrameBytes made = encode(codecs_.size() - 1, wish, sections, input, frame_, overflow_);
     Header header;
     memcpy(&header, made.frame, sizeof(header));
     if (header.status != frame::kOk || header.overflow_used != 0) {
-      fail("the worst case of a shape is longer than its bound");
+      fail("the worst case of a layout is longer than its bound");
     }
-    return layout.bytes(header.var_used);
+    return sections.bytes(header.var_used);
   }
 
-  FrameBytes encode(size_t codec, const Wish& wish, const Layout& layout, const uint8_t* input,
+  FrameBytes encode(size_t codec, const Wish& wish, const Sections& sections, const uint8_t* input,
                     Area& frame_area, Area& overflow_area) {
     // From none to all of the worst case in var, the rest in an arena.
-    const uint64_t var_units = layout.max_var_units() * wish.var / 255;
+    const uint64_t var_units = sections.max_var_units() * wish.var / 255;
     const uint64_t arena_units =
-        layout.max_var_units() - var_units +
-        std::min(layout.blocks, frame::kTileBlocks) * layout.max_payload_units;
+        sections.max_var_units() - var_units +
+        std::min(sections.blocks, frame::kTileBlocks) * sections.max_payload_units;
     const FrameBytes made{
-        frame_area.use(layout.bytes(var_units), fill_of(codec)), layout.bytes(var_units),
+        frame_area.use(sections.bytes(var_units), fill_of(codec)), sections.bytes(var_units),
         overflow_area.use(arena_units * frame::kUnitBytes, fill_of(codec)), arena_units};
     uint64_t cursor = 0;
     memswap_encode_job job{};
     job.input = input;
     job.elements = wish.elements.count;
     job.dtype = static_cast<uint8_t>(wish.elements.dtype);
-    job.shape = static_cast<uint8_t>(wish.shape);
+    job.layout = static_cast<uint8_t>(wish.layout);
     job.profile = (wish.options & kFuzzFast) != 0 ? MEMSWAP_FAST : MEMSWAP_CANONICAL;
     job.center = wish.center;
     job.checksum = (wish.options & kFuzzChecksum) != 0;
@@ -356,10 +358,10 @@ class Target {
     return made;
   }
 
-  static void expect_same(const FrameBytes& a, const FrameBytes& b, const Layout& layout) {
+  static void expect_same(const FrameBytes& a, const FrameBytes& b, const Sections& sections) {
     Header header;
     memcpy(&header, a.frame, sizeof(header));
-    const uint64_t bytes = layout.bytes(std::min(header.var_used, header.var_capacity));
+    const uint64_t bytes = sections.bytes(std::min(header.var_used, header.var_capacity));
     if (memcmp(a.frame, b.frame, bytes) != 0) {
       fail("instruction sets write different frames");
     }

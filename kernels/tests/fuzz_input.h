@@ -11,14 +11,14 @@ enum FuzzKind : uint8_t {
   kFuzzFrame = 0,
   // The same, but the header is made to agree with itself and with the size.
   kFuzzRepaired = 1,
-  // Bytes 1-5: dtype, shape (kFuzzChosenShape: by sample), options, center, how much of the worst
+  // Bytes 1-5: dtype, layout (kFuzzChosenLayout: by sample), options, center, how much of the worst
   // case is in var (255: all); then a tensor's bytes.
   kFuzzTensor = 2,
   // Bytes 1-5 the same; 6, 7: how many elements; then a few of which all are drawn.
   kFuzzDrawn = 3
 };
 inline constexpr uint8_t kFuzzKinds = 4;
-inline constexpr uint8_t kFuzzChosenShape = 6;  // behind those that there are
+inline constexpr uint8_t kFuzzChosenLayout = 6;  // behind those that there are
 inline constexpr uint32_t kFuzzFrameHeaderBytes = 2;
 inline constexpr uint32_t kFuzzTensorHeaderBytes = 6;
 inline constexpr uint32_t kFuzzDrawnHeaderBytes = 8;

@@ -28,7 +28,7 @@ TEST_P(Golden, FramesAreReadAndWrittenAsCommitted) {
     const Tensor tensor(golden.pattern, golden.dtype, golden.seed, golden.elements);
     expect_round_trip(codec(), frame, tensor);
     const Frame encoded = encode(codec(), tensor,
-                                 {.shape = golden.shape,
+                                 {.layout = golden.layout,
                                   .fast = golden.fast,
                                   .center = golden.center,
                                   .var_capacity = frame.header().var_capacity});

@@ -29,13 +29,13 @@ std::vector<uint8_t> input_of(const GoldenFrame& golden) {
 
 std::vector<uint8_t> portable_frame(const GoldenFrame& golden) {
   const std::vector<uint8_t> input = input_of(golden);
-  const frame::Layout layout = frame::layout_of(golden.dtype, golden.shape, golden.elements);
-  const uint64_t bytes = layout.bytes(layout.max_var_units());
+  const frame::Sections sections = frame::sections_of(golden.dtype, golden.layout, golden.elements);
+  const uint64_t bytes = sections.bytes(sections.max_var_units());
   const std::unique_ptr<uint8_t, FreeAligned> memory(
       static_cast<uint8_t*>(std::aligned_alloc(128, (bytes + 127) / 128 * 128)));
   memswap_encode_job job = encode_job_of(golden, input.data());
   job.frame = memory.get();
-  job.var_capacity = layout.max_var_units();
+  job.var_capacity = sections.max_var_units();
   uint64_t written = 0;
   if (memswap_codec_cpu_with("scalar")->encode(&job, 1, nullptr) != MEMSWAP_CODEC_OK) {
     std::fprintf(stderr, "%s does not encode\n", golden.name);
@@ -90,7 +90,7 @@ void write_corpus(const std::string& directory) {
     input[7] = 1024 >> 8;
     fill({Kind::kOutliers, 6}, dtype, 1, 0, 12, input.data() + kFuzzDrawnHeaderBytes);
     write(directory + "/drawn-" + std::to_string(static_cast<int>(dtype)), input);
-    input[2] = kFuzzChosenShape;
+    input[2] = kFuzzChosenLayout;
     write(directory + "/chosen-" + std::to_string(static_cast<int>(dtype)), input);
   }
 }

@@ -13,10 +13,10 @@ class Hostile : public CpuCodecTest {
   void for_each_frame(uint64_t elements, Check check) {
     for (const Dtype dtype : {Dtype::kBf16, Dtype::kFp16, Dtype::kFp32, Dtype::kE4m3, Dtype::kFp64,
                               Dtype::kBool, Dtype::kInt16, Dtype::kInt64}) {
-      for (const Shape shape : shapes_of(dtype)) {
-        SCOPED_TRACE(describe(dtype, shape));
+      for (const Layout layout : layouts_of(dtype)) {
+        SCOPED_TRACE(describe(dtype, layout));
         const Tensor tensor({Kind::kMixed, 0}, dtype, 33, elements);
-        Frame frame = encode(codec(), tensor, {.shape = shape});
+        Frame frame = encode(codec(), tensor, {.layout = layout});
         check(tensor, frame);
         if (HasFatalFailure()) {
           return;
@@ -46,9 +46,9 @@ class Hostile : public CpuCodecTest {
 
 TEST_P(Hostile, EveryFlippedBitOfHeaderAndRecordsIsNoticedOrHarmless) {
   for_each_frame(kElementCount, [&](const Tensor& tensor, Frame& frame) {
-    const Layout layout = frame.layout();
-    for (uint64_t byte = 0; byte < layout.var;
-         byte += byte + 1 == layout.slabs ? layout.records - layout.slabs + 1 : 1) {
+    const Sections sections = frame.sections();
+    for (uint64_t byte = 0; byte < sections.var;
+         byte += byte + 1 == sections.slabs ? sections.records - sections.slabs + 1 : 1) {
       for (int bit = 0; bit < 8; ++bit) {
         frame.bytes.data()[byte] ^= static_cast<uint8_t>(1 << bit);
         expect_error_or_tensor(frame, tensor);
@@ -60,7 +60,7 @@ TEST_P(Hostile, EveryFlippedBitOfHeaderAndRecordsIsNoticedOrHarmless) {
 
 TEST_P(Hostile, FlippedBitsOfSlabsAndPayloadsAreNoticedOrHarmless) {
   for_each_frame(3000, [&](const Tensor& tensor, Frame& frame) {
-    const uint64_t end = frame.layout().var + frame.header().var_used * frame::kUnitBytes;
+    const uint64_t end = frame.sections().var + frame.header().var_used * frame::kUnitBytes;
     for (uint64_t i = 0; i < 600; ++i) {
       const uint64_t bit = splitmix64(5, i) % (8 * (end - frame::kHeaderBytes));
       uint8_t& byte = frame.bytes.data()[frame::kHeaderBytes + bit / 8];
@@ -84,12 +84,12 @@ TEST_P(Hostile, TruncatedFramesAreErrors) {
 
 TEST_P(Hostile, RandomRecordsStayInsideTheBuffers) {
   for_each_frame(kElementCount, [&](const Tensor& tensor, Frame& frame) {
-    const Layout layout = frame.layout();
+    const Sections sections = frame.sections();
     for (uint64_t i = 0; i < 200; ++i) {
       Frame random{GuardedBuffer(frame.bytes.size()), GuardedBuffer(256)};
       memcpy(random.bytes.data(), frame.bytes.data(), frame.bytes.size());
-      const uint64_t at = layout.records + splitmix64(i, 0) % (layout.tiles * sizeof(Record));
-      for (uint64_t byte = at; byte < layout.var && byte < at + 4; ++byte) {
+      const uint64_t at = sections.records + splitmix64(i, 0) % (sections.tiles * sizeof(Record));
+      for (uint64_t byte = at; byte < sections.var && byte < at + 4; ++byte) {
         random.bytes.data()[byte] = static_cast<uint8_t>(splitmix64(i, byte));
       }
       expect_error_or_tensor(random, tensor);
@@ -113,7 +113,7 @@ TEST_P(Hostile, EachKindOfDamageHasItsStatus) {
     Frame frame = encode(codec(), tensor, {});
     Record record = frame.record(0);
     damage(frame, record);
-    memcpy(frame.bytes.data() + frame.layout().records, &record, sizeof(record));
+    memcpy(frame.bytes.data() + frame.sections().records, &record, sizeof(record));
     Tensor output(tensor.dtype, tensor.elements);
     return decode(codec(), frame, &output);
   };
@@ -137,21 +137,21 @@ TEST_P(Hostile, EachKindOfDamageHasItsStatus) {
 
 TEST_P(Hostile, EveryModeRefusesAPayloadOfAnotherLength) {
   for (const Dtype dtype : all_dtypes()) {
-    for (const Shape shape : shapes_of(dtype)) {
+    for (const Layout layout : layouts_of(dtype)) {
       for (const Pattern pattern : kPatterns) {
-        SCOPED_TRACE(describe(dtype, shape) + " " + describe(pattern));
+        SCOPED_TRACE(describe(dtype, layout) + " " + describe(pattern));
         const Tensor tensor(pattern, dtype, 1, 1024);
-        Frame frame = encode(codec(), tensor, {.shape = shape, .checksum = false});
+        Frame frame = encode(codec(), tensor, {.layout = layout, .checksum = false});
         const Record good = frame.record(0);
         const auto status_with = [&](uint32_t units) {
           Record record = good;
           record.block[0] =
               Record::pack(Record::mode(good.block[0]), units, Record::packed(good.block[0]));
-          memcpy(frame.bytes.data() + frame.layout().records, &record, sizeof(record));
+          memcpy(frame.bytes.data() + frame.sections().records, &record, sizeof(record));
           return decode(codec(), frame, &output(tensor));
         };
         const uint32_t units = Record::units(good.block[0]);
-        const uint32_t longest = frame.layout().max_payload_units;
+        const uint32_t longest = frame.sections().max_payload_units;
         if (units > 0) {
           ASSERT_EQ(status_with(units - 1), frame::kBadPayload);
           ASSERT_EQ(status_with(0), frame::kBadPayload);
@@ -166,14 +166,14 @@ TEST_P(Hostile, EveryModeRefusesAPayloadOfAnotherLength) {
 // A payload that begins with a bitmap may begin with a packed one; no other may.
 TEST_P(Hostile, ThePackedBitWhereThereIsNoBitmapIsABadRecord) {
   for (const Dtype dtype : all_dtypes()) {
-    for (const Shape shape : shapes_of(dtype)) {
+    for (const Layout layout : layouts_of(dtype)) {
       for (const Kind kind : {Kind::kBooleans, Kind::kNormal, Kind::kRandomBits}) {
-        SCOPED_TRACE(describe(dtype, shape));
+        SCOPED_TRACE(describe(dtype, layout));
         const Tensor tensor({kind, 0}, dtype, 1, 1024);
-        Frame frame = encode(codec(), tensor, {.shape = shape, .checksum = false});
+        Frame frame = encode(codec(), tensor, {.layout = layout, .checksum = false});
         Record record = frame.record(0);
         record.block[0] |= 1 << Record::kPackedBit;
-        memcpy(frame.bytes.data() + frame.layout().records, &record, sizeof(record));
+        memcpy(frame.bytes.data() + frame.sections().records, &record, sizeof(record));
         const uint32_t status = decode(codec(), frame, &output(tensor));
         ASSERT_EQ((status & frame::kBadRecord) == 0,
                   frame::has_bitmap(Record::mode(record.block[0])));
@@ -189,21 +189,21 @@ class PackedBitmaps : public Hostile {
     Frame frame;
     Record record;
 
-    uint8_t* payload() { return frame.bytes.data() + frame.layout().var; }
+    uint8_t* payload() { return frame.bytes.data() + frame.sections().var; }
   };
 
   // One block whose bitmap is packed, 40 of its bytes as they are.
   Packed packed_block(Dtype dtype) {
     Tensor tensor({Kind::kMixedBytes, 40}, dtype, 1, 1024);
-    const Shape shape = dtype == Dtype::kBool ? Shape::kBits : Shape::kSparse;
-    Frame frame = encode(codec(), tensor, {.shape = shape});
+    const Layout layout = dtype == Dtype::kBool ? Layout::kBits : Layout::kSparse;
+    Frame frame = encode(codec(), tensor, {.layout = layout});
     const Record record = frame.record(0);
     EXPECT_TRUE(Record::packed(record.block[0]));
     return {std::move(tensor), std::move(frame), record};
   }
 
   uint32_t status_of(Packed& packed, const Record& record) {
-    memcpy(packed.frame.bytes.data() + packed.frame.layout().records, &record, sizeof(record));
+    memcpy(packed.frame.bytes.data() + packed.frame.sections().records, &record, sizeof(record));
     return decode(codec(), packed.frame, &output(packed.tensor));
   }
 
@@ -266,13 +266,13 @@ TEST_P(PackedBitmaps, ReadAsPlainOnesAreErrors) {
 TEST_P(PackedBitmaps, BytesThatNeedNotBeThereAreRead) {
   Packed packed = packed_block(Dtype::kBool);
   const uint32_t units = (frame::kMapsBytes + frame::kBitmapBytes) / frame::kUnitBytes;
-  Frame longer{GuardedBuffer(packed.frame.layout().bytes(units)), GuardedBuffer()};
-  memcpy(longer.bytes.data(), packed.frame.bytes.data(), packed.frame.layout().var);
+  Frame longer{GuardedBuffer(packed.frame.sections().bytes(units)), GuardedBuffer()};
+  memcpy(longer.bytes.data(), packed.frame.bytes.data(), packed.frame.sections().var);
   Header header = packed.frame.header();
   header.var_capacity = units;
   header.var_used = units;
   memcpy(longer.bytes.data(), &header, sizeof(header));
-  uint8_t* payload = longer.bytes.data() + longer.layout().var;
+  uint8_t* payload = longer.bytes.data() + longer.sections().var;
   memset(payload, 255, frame::kMapsBytes);
   for (uint32_t e = 0; e < frame::kBlockElements; ++e) {
     uint8_t& byte = payload[frame::kMapsBytes + e / 8];
@@ -290,7 +290,7 @@ TEST_P(Hostile, WithoutVerifyChecksumsAreNotLookedAt) {
   Frame frame = encode(codec(), tensor, {});
   Record record = frame.record(0);
   ++record.checksum;
-  memcpy(frame.bytes.data() + frame.layout().records, &record, sizeof(record));
+  memcpy(frame.bytes.data() + frame.sections().records, &record, sizeof(record));
   Tensor output(tensor.dtype, tensor.elements);
   uint32_t status = 0;
   memswap_decode_job job = decode_job(frame, &output, &status);

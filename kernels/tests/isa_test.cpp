@@ -43,9 +43,9 @@ class Blocks : public testing::TestWithParam<Isa> {
   static EncodeResult encode(const BlockCodec& codec, const EncodeParams& params,
                              const GuardedBuffer& elements, uint32_t count) {
     const uint32_t blocks = (count + kBlock - 1) / kBlock;
-    const uint32_t slab = blocks * frame::slab_bytes(params.dtype, params.shape);
+    const uint32_t slab = blocks * frame::slab_bytes(params.dtype, params.layout);
     const uint32_t payload =
-        blocks * frame::max_payload_units(params.dtype, params.shape) * frame::kUnitBytes;
+        blocks * frame::max_payload_units(params.dtype, params.layout) * frame::kUnitBytes;
     EncodeResult result{std::vector<EncodedBlock>(blocks), GuardedBuffer(slab),
                         GuardedBuffer(payload + cpu::kEncoderSlackBytes)};
     codec.encoder(params)(params, elements.data(), count, result.slab.data(), result.payload.data(),
@@ -85,7 +85,7 @@ class Blocks : public testing::TestWithParam<Isa> {
 
   // Whether both accept, with the same elements. `units` of `payload` are what the decoders are
   // told.
-  void expect_same_elements(Dtype dtype, Shape shape, bool streaming, uint32_t offset,
+  void expect_same_elements(Dtype dtype, Layout layout, bool streaming, uint32_t offset,
                             const EncodeResult& coded, const EncodedBlock& told) {
     const uint32_t bytes = kBlock * frame::width_of(dtype);
     const uint32_t told_bytes = told.units * frame::kUnitBytes;
@@ -93,7 +93,7 @@ class Blocks : public testing::TestWithParam<Isa> {
     memcpy(payload.data(), coded.payload.data(),
            std::min<uint64_t>(told_bytes, coded.payload.size()));
     GuardedBuffer mine(bytes, offset), oracle(bytes, offset);
-    const cpu::DecodeParams params{dtype, shape, streaming};
+    const cpu::DecodeParams params{dtype, layout, streaming};
     frame::Record record{};
     record.block[0] = frame::Record::pack(told.mode, told.units, told.packed);
     record.center[0] = told.center;
@@ -106,7 +106,7 @@ class Blocks : public testing::TestWithParam<Isa> {
   }
 
   // All blocks of a tile at once, damaged or not: whether both accept, with the same elements.
-  void expect_same_tile(Dtype dtype, Shape shape, bool streaming, const EncodeResult& coded,
+  void expect_same_tile(Dtype dtype, Layout layout, bool streaming, const EncodeResult& coded,
                         const GuardedBuffer& elements, Choices& choices) {
     const auto blocks = static_cast<uint32_t>(coded.blocks.size());
     for (uint32_t damage = 0; damage < 4; ++damage) {
@@ -126,7 +126,7 @@ class Blocks : public testing::TestWithParam<Isa> {
       }
       const uint32_t offset = damage % 2 == 0 ? 0 : frame::width_of(dtype);
       GuardedBuffer mine(elements.size(), offset), oracle(elements.size(), offset);
-      const cpu::DecodeParams params{dtype, shape, streaming && offset == 0};
+      const cpu::DecodeParams params{dtype, layout, streaming && offset == 0};
       const bool expected =
           decode(cpu::scalar_blocks(), params, coded.slab, payloads, record, blocks, oracle);
       ASSERT_EQ(decode(*blocks_, params, coded.slab, payloads, record, blocks, mine), expected)
@@ -142,10 +142,10 @@ class Blocks : public testing::TestWithParam<Isa> {
 template <typename Check>
 void for_each_block(uint32_t repeats, Check check) {
   for (const Dtype dtype : all_dtypes()) {
-    for (const Shape shape : shapes_of(dtype)) {
+    for (const Layout layout : layouts_of(dtype)) {
       for (const Pattern pattern : kPatterns) {
         for (uint64_t seed = 0; seed < repeats; ++seed) {
-          SCOPED_TRACE(describe(dtype, shape) + " " + describe(pattern) + " seed " +
+          SCOPED_TRACE(describe(dtype, layout) + " " + describe(pattern) + " seed " +
                        std::to_string(seed));
           Choices choices(seed * 1000 + static_cast<uint64_t>(dtype));
           const auto count =
@@ -154,7 +154,7 @@ void for_each_block(uint32_t repeats, Check check) {
           GuardedBuffer elements(uint64_t{kBlock} * width, seed % 2 == 0 ? 0 : width);
           memset(elements.data(), 0, elements.size());
           fill(pattern, dtype, seed, 0, count, elements.data());
-          check(dtype, shape, elements, count, choices);
+          check(dtype, layout, elements, count, choices);
           if (testing::Test::HasFailure()) {
             return;
           }
@@ -165,16 +165,16 @@ void for_each_block(uint32_t repeats, Check check) {
 }
 
 TEST_P(Blocks, IsCodedToTheOraclesBytesAndBack) {
-  for_each_block(6, [&](Dtype dtype, Shape shape, const GuardedBuffer& elements, uint32_t count,
+  for_each_block(6, [&](Dtype dtype, Layout layout, const GuardedBuffer& elements, uint32_t count,
                         Choices& choices) {
     for (const bool streaming : {false, true}) {
       for (const bool fast : {false, true}) {
-        const EncodeParams params{dtype, shape, fast, static_cast<uint8_t>(choices.below(256)),
+        const EncodeParams params{dtype, layout, fast, static_cast<uint8_t>(choices.below(256)),
                                   streaming};
         const EncodeResult oracle = encode(cpu::scalar_blocks(), params, elements, count);
         expect_same_blocks(encode(*blocks_, params, elements, count), oracle);
         for (const uint32_t offset : {0u, frame::width_of(dtype)}) {
-          expect_same_elements(dtype, shape, streaming && offset == 0, offset, oracle,
+          expect_same_elements(dtype, layout, streaming && offset == 0, offset, oracle,
                                oracle.blocks[0]);
         }
       }
@@ -186,9 +186,9 @@ TEST_P(Blocks, IsCodedToTheOraclesBytesAndBack) {
 // time. Neighbours of all kinds, so that what belongs to one shows in another.
 TEST_P(Blocks, AmongOthersIsCodedToTheOraclesBytesAndBack) {
   for (const Dtype dtype : all_dtypes()) {
-    for (const Shape shape : shapes_of(dtype)) {
+    for (const Layout layout : layouts_of(dtype)) {
       for (uint64_t seed = 0; seed < 24; ++seed) {
-        SCOPED_TRACE(describe(dtype, shape) + " seed " + std::to_string(seed));
+        SCOPED_TRACE(describe(dtype, layout) + " seed " + std::to_string(seed));
         Choices choices(seed * 1000 + static_cast<uint64_t>(dtype));
         const uint32_t width = frame::width_of(dtype);
         const auto blocks = static_cast<uint32_t>(1 + choices.below(frame::kTileBlocks));
@@ -200,12 +200,12 @@ TEST_P(Blocks, AmongOthersIsCodedToTheOraclesBytesAndBack) {
           fill(pattern, dtype, seed, 0, kBlock, elements.data() + uint64_t{b} * kBlock * width);
         }
         memset(elements.data() + uint64_t{count} * width, 0, uint64_t{missing} * width);
-        const EncodeParams params{dtype, shape, seed % 4 == 3,
+        const EncodeParams params{dtype, layout, seed % 4 == 3,
                                   static_cast<uint8_t>(choices.below(256)), seed % 3 == 0};
         const auto mine = encode(*blocks_, params, elements, count);
         const auto oracle = encode(cpu::scalar_blocks(), params, elements, count);
         expect_same_blocks(mine, oracle);
-        expect_same_tile(dtype, shape, params.streaming, oracle, elements, choices);
+        expect_same_tile(dtype, layout, params.streaming, oracle, elements, choices);
         if (testing::Test::HasFailure()) {
           return;
         }
@@ -215,10 +215,10 @@ TEST_P(Blocks, AmongOthersIsCodedToTheOraclesBytesAndBack) {
 }
 
 TEST_P(Blocks, DamagedIsRefusedExactlyWhereTheOracleRefuses) {
-  for_each_block(4, [&](Dtype dtype, Shape shape, const GuardedBuffer& elements, uint32_t count,
+  for_each_block(4, [&](Dtype dtype, Layout layout, const GuardedBuffer& elements, uint32_t count,
                         Choices& choices) {
-    const EncodeParams params{dtype, shape, false, 0, false};
-    const uint32_t longest = frame::max_payload_units(dtype, shape);
+    const EncodeParams params{dtype, layout, false, 0, false};
+    const uint32_t longest = frame::max_payload_units(dtype, layout);
     for (uint32_t damage = 0; damage < 12; ++damage) {
       EncodeResult coded = encode(cpu::scalar_blocks(), params, elements, count);
       EncodedBlock told = coded.blocks[0];
@@ -249,7 +249,7 @@ TEST_P(Blocks, DamagedIsRefusedExactlyWhereTheOracleRefuses) {
           }
       }
       const auto mode = static_cast<uint32_t>(choices.below(frame::kModes));
-      if (damage >= 6 && frame::mode_fits(dtype, shape, mode)) {
+      if (damage >= 6 && frame::mode_fits(dtype, layout, mode)) {
         told.mode = mode;
       }
       if (frame::has_bitmap(told.mode)) {
@@ -257,7 +257,7 @@ TEST_P(Blocks, DamagedIsRefusedExactlyWhereTheOracleRefuses) {
       } else {
         told.packed = false;
       }
-      expect_same_elements(dtype, shape, false, 0, coded, told);
+      expect_same_elements(dtype, layout, false, 0, coded, told);
     }
   });
 }

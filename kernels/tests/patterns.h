@@ -53,7 +53,7 @@ struct Pattern {
   uint8_t parameter;
 };
 
-// What kMixed picks from: each (shape, mode) of the format is reached by one of them.
+// What kMixed picks from: each (layout, mode) of the format is reached by one of them.
 inline constexpr Pattern kPatterns[] = {
     {Kind::kConstant, 0},       {Kind::kConstant, 1},     {Kind::kSign, 0},
     {Kind::kRandomBits, 0},     {Kind::kWindow, 2},       {Kind::kWindow, 3},

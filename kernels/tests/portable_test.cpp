@@ -27,15 +27,15 @@ Frame to_portable(const Frame& frame) {
 
 TEST(Portable, AFrameInTwoPartsBecomesTheOrderedOneOfExactlyItsSize) {
   for (const Dtype dtype : all_dtypes()) {
-    for (const Shape shape : shapes_of(dtype)) {
+    for (const Layout layout : layouts_of(dtype)) {
       for (const uint64_t elements : {0, 1, 8192, 30000}) {
-        SCOPED_TRACE(describe(dtype, shape) + " elements " + std::to_string(elements));
+        SCOPED_TRACE(describe(dtype, layout) + " elements " + std::to_string(elements));
         const Tensor tensor({Kind::kMixed, 0}, dtype, 3, elements);
-        const uint64_t needed = encode(codec(), tensor, {.shape = shape}).header().var_used;
-        const Frame exact = encode(codec(), tensor, {.shape = shape, .var_capacity = needed});
+        const uint64_t needed = encode(codec(), tensor, {.layout = layout}).header().var_used;
+        const Frame exact = encode(codec(), tensor, {.layout = layout, .var_capacity = needed});
         const Frame scattered = encode(
             codec(), tensor,
-            {.shape = shape, .var_capacity = needed / 2 + 5, .overflow_capacity = needed + 1});
+            {.layout = layout, .var_capacity = needed / 2 + 5, .overflow_capacity = needed + 1});
         const Frame portable = to_portable(scattered);
         EXPECT_TRUE(portable.bytes == exact.bytes);
         expect_round_trip(codec(), portable, tensor);
@@ -53,7 +53,8 @@ TEST(Portable, DamagedFramesAreErrors) {
   EXPECT_EQ(written, 0u);
   Record record = frame.record(2);
   record.base = frame::kMaxBaseUnits;
-  memcpy(frame.bytes.data() + frame.layout().records + 2 * sizeof(record), &record, sizeof(record));
+  memcpy(frame.bytes.data() + frame.sections().records + 2 * sizeof(record), &record,
+         sizeof(record));
   EXPECT_EQ(memswap_frame_portable(frame.bytes.data(), frame.bytes.size(), nullptr, 0, nullptr, 0,
                                    &written),
             frame::kBadRecord);

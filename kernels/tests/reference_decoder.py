@@ -39,10 +39,10 @@ def width_of(dtype: int) -> int:
     return FLOATS[dtype][0] if dtype in FLOATS else WIDTHS[dtype]
 
 
-def slab_bytes_of(dtype: int, shape: int) -> int:
-    if shape == DENSE:
+def slab_bytes_of(dtype: int, layout: int) -> int:
+    if layout == DENSE:
         return sum(128 * width for width in FLOATS[dtype][2]) + 256
-    return {SPARSE: 0, BITS: 0, INTS: 0, RAW: 1024 * width_of(dtype), UPCAST: 1280}[shape]
+    return {SPARSE: 0, BITS: 0, INTS: 0, RAW: 1024 * width_of(dtype), UPCAST: 1280}[layout]
 
 
 def plane(data: bytes, width: int) -> list[int]:
@@ -186,7 +186,7 @@ def sparse(dtype: int, payload: Payload, mode: int, packed: bool, center: int) -
 
 
 def decode_block(
-    dtype: int, shape: int, slab: bytes, data: bytes, mode: int, packed: bool, center: int
+    dtype: int, layout: int, slab: bytes, data: bytes, mode: int, packed: bool, center: int
 ) -> list[int]:
     width = width_of(dtype)
     if packed and mode not in (ZEROS, SIGNED_ZEROS, BITMAP):
@@ -197,11 +197,11 @@ def decode_block(
         elements = [
             int.from_bytes(everything[i * width : (i + 1) * width], "little") for i in range(BLOCK)
         ]
-    elif shape == DENSE:
+    elif layout == DENSE:
         elements = dense(dtype, slab, payload, mode, center)
-    elif shape == UPCAST:
+    elif layout == UPCAST:
         elements = [high << 16 for high in dense(1, slab, payload, mode, center)]
-    elif shape == SPARSE:
+    elif layout == SPARSE:
         elements = sparse(dtype, payload, mode, packed, center)
     elif mode == BITMAP:
         elements = bitmap_of(payload, packed)
@@ -214,7 +214,7 @@ def decode_block(
 
 def decode(frame: bytes) -> bytes:
     """The elements' bytes of a portable, checked frame."""
-    magic, version, dtype, shape, flags = struct.unpack_from("<IHBBB", frame)
+    magic, version, dtype, layout, flags = struct.unpack_from("<IHBBB", frame)
     status, n, blocks, slab_bytes = struct.unpack_from("<IQII", frame, 12)
     capacity, used, overflow, zeros, _ = struct.unpack_from("<5Q", frame, 32)
     counts = struct.unpack_from("<14I", frame, 72)
@@ -225,7 +225,7 @@ def decode(frame: bytes) -> bytes:
         (magic, version, flags, status, overflow) != (0x3146534D, 1, 3, 0, 0)
         or frame[9:12] != b"\0\0\0"
         or blocks != (n + BLOCK - 1) // BLOCK
-        or slab_bytes != slab_bytes_of(dtype, shape)
+        or slab_bytes != slab_bytes_of(dtype, layout)
         or capacity != used
         or var + 8 * used != len(frame)
     ):
@@ -245,9 +245,9 @@ def decode(frame: bytes) -> bytes:
             mode, packed, units = record[1 + i] >> 12, record[1 + i] >> 11 & 1, record[1 + i] & 2047
             slab = frame[128 + block * slab_bytes : 128 + (block + 1) * slab_bytes]
             payload = frame[var + 8 * position : var + 8 * (position + units)]
-            elements = decode_block(dtype, shape, slab, payload, mode, bool(packed), record[9 + i])
+            elements = decode_block(dtype, layout, slab, payload, mode, bool(packed), record[9 + i])
             elements = elements[: n - block * BLOCK]
-            zeros_found += zeros_of(dtype, shape, mode, elements)
+            zeros_found += zeros_of(dtype, layout, mode, elements)
             tile_bytes += b"".join(element.to_bytes(width, "little") for element in elements)
             modes[mode] += 1
             position += units
@@ -264,11 +264,11 @@ def decode(frame: bytes) -> bytes:
     return bytes(output)
 
 
-def zeros_of(dtype: int, shape: int, mode: int, elements: list[int]) -> int:
-    if shape not in (DENSE, SPARSE, UPCAST) or (shape == UPCAST and mode == LITERAL):
+def zeros_of(dtype: int, layout: int, mode: int, elements: list[int]) -> int:
+    if layout not in (DENSE, SPARSE, UPCAST) or (layout == UPCAST and mode == LITERAL):
         return 0
     width, exponent_bits, _ = FLOATS[dtype]
-    below = 0 if shape == SPARSE else 8 * width - 1 - exponent_bits
+    below = 0 if layout == SPARSE else 8 * width - 1 - exponent_bits
     magnitude = (1 << (8 * width - 1)) - 1
     return sum((element & magnitude) >> below == 0 for element in elements)
 

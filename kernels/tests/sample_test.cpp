@@ -1,4 +1,4 @@
-// The shape that a sample chooses, against all shapes tried by force.
+// The layout that a sample chooses, against all layouts tried by force.
 #include "memswap/sample.h"
 
 #include <cmath>
@@ -110,37 +110,37 @@ std::vector<Case> cases() {
   return all;
 }
 
-uint64_t frame_bytes(const Tensor& tensor, Shape shape) {
-  const Frame frame = encode(*memswap_codec_cpu(), tensor, {.shape = shape});
-  return frame.layout().bytes(frame.header().var_used);
+uint64_t frame_bytes(const Tensor& tensor, Layout layout) {
+  const Frame frame = encode(*memswap_codec_cpu(), tensor, {.layout = layout});
+  return frame.sections().bytes(frame.header().var_used);
 }
 
-Shape chosen(const Tensor& tensor, const memswap_launch* launch = nullptr) {
-  return static_cast<Shape>(memswap_choose_shape(tensor.buffer.data(), tensor.elements,
-                                                 static_cast<uint8_t>(tensor.dtype), launch));
+Layout chosen(const Tensor& tensor, const memswap_launch* launch = nullptr) {
+  return static_cast<Layout>(memswap_choose_layout(tensor.buffer.data(), tensor.elements,
+                                                   static_cast<uint8_t>(tensor.dtype), launch));
 }
 
-std::vector<Shape> shapes_of(Dtype dtype) {
-  std::vector<Shape> shapes;
-  for (uint8_t shape = 0; shape <= frame::kLastShape; ++shape) {
-    if (frame::shape_fits(dtype, static_cast<Shape>(shape))) {
-      shapes.push_back(static_cast<Shape>(shape));
+std::vector<Layout> layouts_of(Dtype dtype) {
+  std::vector<Layout> layouts;
+  for (uint8_t layout = 0; layout <= frame::kLastLayout; ++layout) {
+    if (frame::layout_fits(dtype, static_cast<Layout>(layout))) {
+      layouts.push_back(static_cast<Layout>(layout));
     }
   }
-  return shapes;
+  return layouts;
 }
 
 void expect_near_the_best(const Tensor& tensor, const std::string& name) {
-  const Shape shape = chosen(tensor);
-  const uint64_t bytes = frame_bytes(tensor, shape);
-  for (const Shape other : shapes_of(tensor.dtype)) {
+  const Layout layout = chosen(tensor);
+  const uint64_t bytes = frame_bytes(tensor, layout);
+  for (const Layout other : layouts_of(tensor.dtype)) {
     EXPECT_LE(static_cast<double>(bytes), 1.02 * static_cast<double>(frame_bytes(tensor, other)))
         << name << ", dtype " << int(tensor.dtype) << ", " << tensor.elements
-        << " elements: chose shape " << int(shape) << ", where " << int(other) << " is shorter";
+        << " elements: chose layout " << int(layout) << ", where " << int(other) << " is shorter";
   }
 }
 
-TEST(Sample, ChoosesNearTheBestShape) {
+TEST(Sample, ChoosesNearTheBestLayout) {
   for (const Case& what : cases()) {
     for (const Dtype dtype : what.dtypes) {
       Tensor tensor(dtype, kElements);
@@ -156,12 +156,12 @@ TEST(Sample, OfAFewBlocksLooksAtAllOfThem) {
     for (const Pattern pattern : kPatterns) {
       for (const Dtype dtype : all_dtypes()) {
         const Tensor tensor(pattern, dtype, 3, elements);
-        const Shape shape = chosen(tensor);
-        ASSERT_TRUE(frame::shape_fits(dtype, shape));
-        for (const Shape other : shapes_of(dtype)) {
-          ASSERT_LE(frame_bytes(tensor, shape), frame_bytes(tensor, other))
-              << "dtype " << int(dtype) << ", " << elements << " elements: chose shape "
-              << int(shape) << ", where " << int(other) << " is shorter";
+        const Layout layout = chosen(tensor);
+        ASSERT_TRUE(frame::layout_fits(dtype, layout));
+        for (const Layout other : layouts_of(dtype)) {
+          ASSERT_LE(frame_bytes(tensor, layout), frame_bytes(tensor, other))
+              << "dtype " << int(dtype) << ", " << elements << " elements: chose layout "
+              << int(layout) << ", where " << int(other) << " is shorter";
         }
       }
     }
@@ -197,7 +197,7 @@ TEST(Sample, CopiedOutOfTheTensorChoosesTheSame) {
                tensor.buffer.data() + from * width,
                std::min<uint64_t>(frame::kBlockElements, elements - from) * width);
       }
-      EXPECT_EQ(static_cast<Shape>(memswap_choose_shape_of_sample(
+      EXPECT_EQ(static_cast<Layout>(memswap_choose_layout_of_sample(
                     sample.buffer.data(), elements, static_cast<uint8_t>(dtype), nullptr)),
                 chosen(tensor))
           << what.name << ", " << elements << " elements";
@@ -227,8 +227,8 @@ TEST(Sample, IsTheSameOnAnyNumberOfThreads) {
 TEST(Sample, AConstantTakesBytesForABlock) {
   for (const Dtype dtype : all_dtypes()) {
     const Tensor tensor({Kind::kConstant, 1}, dtype, 3, kElements);
-    const Shape shape = chosen(tensor);
-    EXPECT_LE(frame_bytes(tensor, shape),
+    const Layout layout = chosen(tensor);
+    EXPECT_LE(frame_bytes(tensor, layout),
               128 + 32 * (kElements / 1024 + 1) + 4 * (kElements / 1024 + 8))
         << "dtype " << int(dtype);
   }

@@ -28,7 +28,7 @@ using frame::Dtype;
 using frame::Header;
 using frame::Layout;
 using frame::Record;
-using frame::Shape;
+using frame::Sections;
 
 // Bytes between two guards. The first one is aligned to 128 bytes plus `offset`. Under
 // AddressSanitizer, reading a guard is an error as well.
@@ -96,7 +96,7 @@ struct Tensor {
 };
 
 struct EncodeOptions {
-  Shape shape = Shape::kDense;
+  Layout layout = Layout::kDense;
   bool fast = false;
   uint8_t center = 0;
   bool checksum = true;
@@ -115,14 +115,14 @@ struct Frame {
     memcpy(&header, bytes.data(), sizeof(header));
     return header;
   }
-  Layout layout() const {
+  Sections sections() const {
     const Header from = header();
-    return frame::layout_of(static_cast<Dtype>(from.dtype), static_cast<Shape>(from.shape),
-                            from.elements);
+    return frame::sections_of(static_cast<Dtype>(from.dtype), static_cast<Layout>(from.layout),
+                              from.elements);
   }
   Record record(uint32_t tile) const {
     Record record;
-    memcpy(&record, bytes.data() + layout().records + uint64_t{tile} * sizeof(record),
+    memcpy(&record, bytes.data() + sections().records + uint64_t{tile} * sizeof(record),
            sizeof(record));
     return record;
   }
@@ -130,15 +130,15 @@ struct Frame {
 
 inline memswap_encode_job encode_job(const Tensor& tensor, const EncodeOptions& options,
                                      Frame* frame) {
-  const Layout layout = frame::layout_of(tensor.dtype, options.shape, tensor.elements);
-  const uint64_t capacity = options.var_capacity.value_or(layout.max_var_units());
-  frame->bytes = GuardedBuffer(layout.bytes(capacity));
+  const Sections sections = frame::sections_of(tensor.dtype, options.layout, tensor.elements);
+  const uint64_t capacity = options.var_capacity.value_or(sections.max_var_units());
+  frame->bytes = GuardedBuffer(sections.bytes(capacity));
   frame->overflow = GuardedBuffer(options.overflow_capacity * frame::kUnitBytes);
   memswap_encode_job job{};
   job.input = tensor.buffer.data();
   job.elements = tensor.elements;
   job.dtype = static_cast<uint8_t>(tensor.dtype);
-  job.shape = static_cast<uint8_t>(options.shape);
+  job.layout = static_cast<uint8_t>(options.layout);
   job.profile = options.fast ? MEMSWAP_FAST : MEMSWAP_CANONICAL;
   job.center = options.center;
   job.checksum = options.checksum;
@@ -203,21 +203,23 @@ inline std::vector<Dtype> all_dtypes() {
   return dtypes;
 }
 
-inline std::vector<Shape> shapes_of(Dtype dtype) {
-  std::vector<Shape> shapes;
-  for (uint8_t shape = 0; shape <= frame::kLastShape; ++shape) {
-    if (frame::shape_fits(dtype, static_cast<Shape>(shape))) {
-      shapes.push_back(static_cast<Shape>(shape));
+inline std::vector<Layout> layouts_of(Dtype dtype) {
+  std::vector<Layout> layouts;
+  for (uint8_t layout = 0; layout <= frame::kLastLayout; ++layout) {
+    if (frame::layout_fits(dtype, static_cast<Layout>(layout))) {
+      layouts.push_back(static_cast<Layout>(layout));
     }
   }
-  return shapes;
+  return layouts;
 }
 
-inline bool has_profiles(Shape shape) { return shape == Shape::kDense || shape == Shape::kUpcast; }
+inline bool has_profiles(Layout layout) {
+  return layout == Layout::kDense || layout == Layout::kUpcast;
+}
 
-inline std::string describe(Dtype dtype, Shape shape) {
-  return "dtype " + std::to_string(static_cast<int>(dtype)) + " shape " +
-         std::to_string(static_cast<int>(shape));
+inline std::string describe(Dtype dtype, Layout layout) {
+  return "dtype " + std::to_string(static_cast<int>(dtype)) + " layout " +
+         std::to_string(static_cast<int>(layout));
 }
 
 inline std::string describe(Pattern pattern) {

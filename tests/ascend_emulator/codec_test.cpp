@@ -12,16 +12,20 @@ namespace memswap::test {
 namespace {
 
 constexpr Format kFormats[] = {
-    {Dtype::kBf16, Shape::kDense},  {Dtype::kFp16, Shape::kDense},  {Dtype::kFp32, Shape::kDense},
-    {Dtype::kFp64, Shape::kDense},  {Dtype::kE4m3, Shape::kDense},  {Dtype::kE5m2, Shape::kDense},
-    {Dtype::kFp32, Shape::kUpcast}, {Dtype::kBf16, Shape::kSparse}, {Dtype::kFp16, Shape::kSparse},
-    {Dtype::kFp32, Shape::kSparse}, {Dtype::kFp64, Shape::kSparse}, {Dtype::kE4m3, Shape::kSparse},
-    {Dtype::kE5m2, Shape::kSparse}, {Dtype::kBool, Shape::kBits},   {Dtype::kInt8, Shape::kInts},
-    {Dtype::kUint8, Shape::kInts},  {Dtype::kInt16, Shape::kInts},  {Dtype::kUint16, Shape::kInts},
-    {Dtype::kInt32, Shape::kInts},  {Dtype::kUint32, Shape::kInts}, {Dtype::kInt64, Shape::kInts},
-    {Dtype::kUint64, Shape::kInts}, {Dtype::kInt8, Shape::kRaw},    {Dtype::kBf16, Shape::kRaw},
-    {Dtype::kInt32, Shape::kRaw},   {Dtype::kFp64, Shape::kRaw},    {Dtype::kBf16, Shape::kInts},
-    {Dtype::kFp32, Shape::kInts},
+    {Dtype::kBf16, Layout::kDense},  {Dtype::kFp16, Layout::kDense},
+    {Dtype::kFp32, Layout::kDense},  {Dtype::kFp64, Layout::kDense},
+    {Dtype::kE4m3, Layout::kDense},  {Dtype::kE5m2, Layout::kDense},
+    {Dtype::kFp32, Layout::kUpcast}, {Dtype::kBf16, Layout::kSparse},
+    {Dtype::kFp16, Layout::kSparse}, {Dtype::kFp32, Layout::kSparse},
+    {Dtype::kFp64, Layout::kSparse}, {Dtype::kE4m3, Layout::kSparse},
+    {Dtype::kE5m2, Layout::kSparse}, {Dtype::kBool, Layout::kBits},
+    {Dtype::kInt8, Layout::kInts},   {Dtype::kUint8, Layout::kInts},
+    {Dtype::kInt16, Layout::kInts},  {Dtype::kUint16, Layout::kInts},
+    {Dtype::kInt32, Layout::kInts},  {Dtype::kUint32, Layout::kInts},
+    {Dtype::kInt64, Layout::kInts},  {Dtype::kUint64, Layout::kInts},
+    {Dtype::kInt8, Layout::kRaw},    {Dtype::kBf16, Layout::kRaw},
+    {Dtype::kInt32, Layout::kRaw},   {Dtype::kFp64, Layout::kRaw},
+    {Dtype::kBf16, Layout::kInts},   {Dtype::kFp32, Layout::kInts},
 };
 
 // Repeats of 256 bytes that the vector unit takes for a block of 1024 elements, at most of
@@ -61,11 +65,11 @@ static_assert(std::size(kMostRepeats) == std::size(kFormats));
 
 // A sparse tensor with everything in it for sparse frames, mixed blocks for all others.
 Data sample(const Format& format, uint64_t elements, uint64_t seed = 1) {
-  if (format.shape == Shape::kSparse) {
+  if (format.layout == Layout::kSparse) {
     return make({Kind::kSignedSparse, 8}, format.dtype, seed, elements);
   }
   const Pattern upcast{Kind::kUpcastOutliers, 6};
-  return make(format.shape == Shape::kUpcast ? upcast : Pattern{Kind::kMixed, 0}, format.dtype,
+  return make(format.layout == Layout::kUpcast ? upcast : Pattern{Kind::kMixed, 0}, format.dtype,
               seed, elements);
 }
 
@@ -123,7 +127,7 @@ Frame frame_of(const uint8_t* bytes, uint64_t count) {
 void test_golden(const std::string& folder) {
   for (const GoldenFrame& golden : kGoldenFrames) {
     guarded(golden.name, [&] {
-      const Format format{golden.dtype, golden.shape};
+      const Format format{golden.dtype, golden.layout};
       const Data data = make(golden.pattern, golden.dtype, golden.seed, golden.elements);
       const Data file = read_file(folder + "/golden/" + golden.name + ".msf");
       check(!file.empty(), std::string(golden.name) + " is there");
@@ -133,7 +137,7 @@ void test_golden(const std::string& folder) {
       run.fast = golden.fast;
       run.center = golden.center;
       const Frame own =
-          ascend_encode(format, data, format.layout(golden.elements).max_var_units(), run);
+          ascend_encode(format, data, format.sections(golden.elements).max_var_units(), run);
       check(own.code == 0 && own.header().status == frame::kOk,
             std::string(golden.name) + " is encoded");
       check_decodes(format, own, data, {}, std::string(golden.name) + ", by the kernels");
@@ -151,7 +155,7 @@ void test_patterns(const Format& format) {
   // A block of each of the kinds that reach each mode, and a tail.
   tensors.push_back(
       make({Kind::kMixed, 0}, format.dtype, 3, uint64_t{kMixedPatterns} * 1024 - 700));
-  if (format.shape == Shape::kDense || format.shape == Shape::kSparse) {
+  if (format.layout == Layout::kDense || format.layout == Layout::kSparse) {
     for (const Pattern& outliers : {Pattern{Kind::kSpikes, 10}, Pattern{Kind::kSpikes, 2},
                                     Pattern{Kind::kChannels, 64}, Pattern{Kind::kChannels, 2}}) {
       tensors.push_back(make(outliers, format.dtype, 4, 9 * 1024 - 5));
@@ -164,13 +168,13 @@ void test_patterns(const Format& format) {
       tensors.push_back(make(zeros, format.dtype, 2, 3 * 1024 - 5));
     }
   }
-  if (format.shape == Shape::kSparse) {
+  if (format.layout == Layout::kSparse) {
     tensors.push_back(around_literal(format));
   }
   for (const Data& data : tensors) {
     const uint64_t elements = data.size() / format.width();
     const std::string what = format.name() + " of " + std::to_string(elements);
-    const Frame own = ascend_encode(format, data, format.layout(elements).max_var_units());
+    const Frame own = ascend_encode(format, data, format.sections(elements).max_var_units());
     check(own.code == 0 && own.header().status == frame::kOk, what + ": the worst case is enough");
     check_decodes(format, own, data, {}, what + " by the kernels");
     const Frame canonical = cpu_encode(format, data);
@@ -185,8 +189,8 @@ void test_patterns(const Format& format) {
       }
       const Frame fast = cpu_encode(format, data, run);
       check_decodes(format, fast, data, {}, what + " by the fast profile");
-      check(bytes_of(fast) ==
-                bytes_of(ascend_encode(format, data, format.layout(elements).max_var_units(), run)),
+      check(bytes_of(fast) == bytes_of(ascend_encode(
+                                  format, data, format.sections(elements).max_var_units(), run)),
             what + ": frames of the fast profile are the CPU's, byte by byte");
     }
   }
@@ -198,7 +202,7 @@ void test_patterns(const Format& format) {
 void test_schedules(const Format& format, uint64_t seeds = 0) {
   const uint64_t elements = 3 * frame::kTileElements + 1500;
   const Data data = sample(format, elements);
-  const uint64_t capacity = format.layout(elements).max_var_units();
+  const uint64_t capacity = format.sections(elements).max_var_units();
   Data reference;
   for (const uint32_t cores : {1u, 3u, 40u, 48u}) {
     const uint64_t count = seeds != 0 ? seeds : cores == 3 ? 4 : 1;
@@ -222,21 +226,21 @@ void test_schedules(const Format& format, uint64_t seeds = 0) {
 }
 
 void test_every_core_has_tiles() {
-  const Format format{Dtype::kBf16, Shape::kDense};
+  const Format format{Dtype::kBf16, Layout::kDense};
   const uint64_t elements = 50 * frame::kTileElements - 77;
   const Data data = make({Kind::kNormal, 0}, format.dtype, 1, elements);
   Data reference;
   for (const uint32_t cores : {1u, 3u, 40u, 48u}) {
     Run run;
     run.cores = cores;
-    const Frame frame = ascend_encode(format, data, format.layout(elements).max_var_units(), run);
+    const Frame frame = ascend_encode(format, data, format.sections(elements).max_var_units(), run);
     const Data bytes = bytes_of(frame);
     reference = reference.empty() ? bytes : reference;
     check(bytes == reference, "50 tiles on " + std::to_string(cores) + " cores: the same frame");
     const Header header = frame.header();
     check(header.var_used == payload_units(format, frame) && (header.flags & frame::kOrdered) != 0,
           "50 tiles on " + std::to_string(cores) + " cores: nothing is between the payloads");
-    check(format.layout(elements).bytes(header.var_used) * 10 < data.size() * 7,
+    check(format.sections(elements).bytes(header.var_used) * 10 < data.size() * 7,
           "50 tiles on " + std::to_string(cores) + " cores: the frame is short");
     Data output(data.size());
     check(ascend_decode(format, frame, &output, run) == frame::kOk && output == data,
@@ -247,12 +251,12 @@ void test_every_core_has_tiles() {
 // Payloads that do not fit var go to the arena, one behind another, and its cursor says how far.
 void test_overflow(const Format& format) {
   const uint64_t elements = 3 * frame::kTileElements + 300;
-  const Layout layout = format.layout(elements);
-  if (layout.max_payload_units == 0) {
+  const Sections sections = format.sections(elements);
+  if (sections.max_payload_units == 0) {
     return;
   }
-  const uint64_t most = layout.max_var_units();
-  const uint64_t tile = uint64_t{frame::kTileBlocks} * layout.max_payload_units;
+  const uint64_t most = sections.max_var_units();
+  const uint64_t tile = uint64_t{frame::kTileBlocks} * sections.max_payload_units;
   for (const bool longest : {false, true}) {
     const Data data = longest ? incompressible(format, elements) : sample(format, elements);
     const Data reference = portable(ascend_encode(format, data, most));
@@ -277,7 +281,7 @@ void test_overflow(const Format& format) {
       const Frame by_one = ascend_encode(format, data, capacity, run);
       run.cores = 3;
       const uint64_t used =
-          layout.bytes(header.var_used);  // behind it are parts of what overflowed
+          sections.bytes(header.var_used);  // behind it are parts of what overflowed
       check(memcmp(by_one.begin, frame.begin, used) == 0 && by_one.overflow == frame.overflow,
             what + ": one core puts them into the same places");
       check(portable(frame) == reference, what + ": the blocks are the same");
@@ -300,12 +304,12 @@ constexpr int64_t kEveryBit = frame::kNoRoom | frame::kBadHeader | frame::kBadRe
 
 // Many cores that find the same error do not make it another one.
 void test_errors_of_many_cores() {
-  const Format format{Dtype::kBf16, Shape::kDense};
+  const Format format{Dtype::kBf16, Layout::kDense};
   const Data data = sample(format, 5 * frame::kTileElements);
   const Frame frame = cpu_encode(format, data);
-  const Layout layout = format.layout(5 * frame::kTileElements);
+  const Sections sections = format.sections(5 * frame::kTileElements);
   for (uint32_t tile = 0; tile < 5; ++tile) {
-    frame.begin[layout.records + tile * frame::kRecordBytes + 28] ^= 1;  // its checksum
+    frame.begin[sections.records + tile * frame::kRecordBytes + 28] ^= 1;  // its checksum
   }
   Run run;
   run.cores = 5;
@@ -321,7 +325,7 @@ void check_hostile(const Frame& frame, bool verify, const std::string& what) {
   if (header.elements > 100000 || !frame::is_dtype(header.dtype)) {
     return;  // refused before any kernel
   }
-  const Format format{static_cast<Dtype>(header.dtype), Shape::kRaw};
+  const Format format{static_cast<Dtype>(header.dtype), Layout::kRaw};
   Data expected(header.elements * format.width());
   Data output(expected.size());
   const uint32_t cpu = cpu_decode(format, frame, &expected, verify);
@@ -343,7 +347,7 @@ void check_hostile(const Frame& frame, bool verify, const std::string& what) {
 // sample is spread over the first tiles and reaches every part of a coder and a reader.
 void test_missing_barriers(const Format& format) {
   const Data data = sample(format, 3 * frame::kTileElements);
-  const uint64_t capacity = format.layout(3 * frame::kTileElements).max_var_units();
+  const uint64_t capacity = format.sections(3 * frame::kTileElements).max_var_units();
   const Frame good = cpu_encode(format, data);
   constexpr int kSamples = 24;
   for (const bool encodes : {true, false}) {
@@ -375,7 +379,7 @@ void test_cost(const Format& format, const uint64_t (&most_repeats)[3]) {
   constexpr uint64_t kMoveBytes = 16 * 1024;
   const uint64_t elements = kTiles * frame::kTileElements;
   const uint64_t blocks = kTiles * frame::kTileBlocks;
-  const uint64_t capacity = format.layout(elements).max_var_units();
+  const uint64_t capacity = format.sections(elements).max_var_units();
   const uint64_t moves = elements * format.width() / kMoveBytes;
   // Of the records, the statistics, and the checksum.
   constexpr uint64_t kMostPerBlock = 40;
@@ -404,7 +408,7 @@ void test_cost(const Format& format, const uint64_t (&most_repeats)[3]) {
     check(output == data, what + ": decodes");
     const std::string& decoder = machine().launches.back().first;
     check(decode.unified_bytes ==
-              ascend_emulator::decoder_unified_bytes(decoder, static_cast<uint32_t>(format.shape)),
+              ascend_emulator::decoder_unified_bytes(decoder, static_cast<uint32_t>(format.layout)),
           what + ": the compiler knows how much of UB the decoder takes");
     check(
         decode.longest_store == kMoveBytes,
@@ -459,14 +463,14 @@ void test_corpus(const std::string& folder, uint32_t rounds) {
     check_hostile(good, true, name);
     std::mt19937_64 random(7);
     const Header header = good.header();
-    const Layout layout = frame::layout_of(static_cast<Dtype>(header.dtype),
-                                           static_cast<Shape>(header.shape), header.elements);
+    const Sections sections = frame::sections_of(
+        static_cast<Dtype>(header.dtype), static_cast<Layout>(header.layout), header.elements);
     for (uint32_t round = 0; round < rounds; ++round) {
       Frame frame(good);
       // The header, the records, the rest.
-      const uint64_t begin = round % 4 == 0 ? 0 : layout.records;
+      const uint64_t begin = round % 4 == 0 ? 0 : sections.records;
       const uint64_t end = round % 4 == 0   ? frame::kHeaderBytes
-                           : round % 4 == 1 ? layout.var
+                           : round % 4 == 1 ? sections.var
                                             : frame.bytes;
       const uint64_t target = begin == end ? 0 : begin + random() % (end - begin);
       frame.begin[target] ^= static_cast<uint8_t>(1 + random() % 255);
@@ -491,13 +495,13 @@ int main(int argc, char** argv) {
     } else if (wanted == "corpus") {
       test_corpus(folder, 24);
     } else if (wanted == "barriers") {
-      for (const Shape shape : {Shape::kDense, Shape::kSparse}) {
-        test_missing_barriers({Dtype::kBf16, shape});
-        test_missing_barriers({Dtype::kFp64, shape});
+      for (const Layout layout : {Layout::kDense, Layout::kSparse}) {
+        test_missing_barriers({Dtype::kBf16, layout});
+        test_missing_barriers({Dtype::kFp64, layout});
       }
-      test_missing_barriers({Dtype::kFp32, Shape::kUpcast});
-      test_missing_barriers({Dtype::kInt64, Shape::kInts});
-      test_missing_barriers({Dtype::kBool, Shape::kBits});
+      test_missing_barriers({Dtype::kFp32, Layout::kUpcast});
+      test_missing_barriers({Dtype::kInt64, Layout::kInts});
+      test_missing_barriers({Dtype::kBool, Layout::kBits});
     } else if (wanted == "cores") {
       guarded("many cores", [] { test_every_core_has_tiles(); });
       guarded("errors of many cores", [] { test_errors_of_many_cores(); });

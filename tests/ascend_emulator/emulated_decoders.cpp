@@ -23,14 +23,14 @@ void decode_spans(Spans* known, Spans* memory, MEMSWAP_ASCEND_DECODE_PARAMETERS(
 
 }  // namespace
 
-uint32_t decoder_unified_bytes(const std::string& kernel, uint32_t shape) {
+uint32_t decoder_unified_bytes(const std::string& kernel, uint32_t layout) {
   uint32_t bytes = 0;
   const auto visit = [&](auto* reader) {
     bytes = FrameDecoder<std::remove_pointer_t<decltype(reader)>>::kUnifiedBytes - kReportBytes;
   };
-#define MEMSWAP_DEFINE(name, width, split)   \
-  if (kernel == "decode_" #name) {           \
-    with_reader<width, split>(shape, visit); \
+#define MEMSWAP_DEFINE(name, width, split)    \
+  if (kernel == "decode_" #name) {            \
+    with_reader<width, split>(layout, visit); \
   }
   MEMSWAP_ASCEND_DECODERS(MEMSWAP_DEFINE)
 #undef MEMSWAP_DEFINE

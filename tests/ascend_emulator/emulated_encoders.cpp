@@ -13,9 +13,9 @@ void encode_spans(Spans* known, Spans* memory, const std::string& kernel,
   (void)checksum;
   (void)fast;
   (void)center;
-  const frame::Layout layout = frame::layout_of(static_cast<frame::Dtype>(dtype),
-                                                static_cast<frame::Shape>(shape), elements);
-  const uint64_t frame_bytes = layout.bytes(var_capacity);
+  const frame::Sections sections = frame::sections_of(static_cast<frame::Dtype>(dtype),
+                                                      static_cast<frame::Layout>(layout), elements);
+  const uint64_t frame_bytes = sections.bytes(var_capacity);
   const bool reads_input = kernel.find("encode_") != std::string::npos;
   add(*memory, input, elements * frame::width_of(static_cast<frame::Dtype>(dtype)), 0);
   add(*memory, frame, frame_bytes, 1);
@@ -49,15 +49,15 @@ uint32_t encoder_unified_bytes(const std::string& kernel) {
 // The kernels' pointers are bytes.
 #define U8(pointer) static_cast<uint8_t*>(pointer)
 
-#define MEMSWAP_DEFINE_ENCODE(name)                                                              \
-  extern "C" MEMSWAP_ASCEND_ENCODE_STUB(name) {                                                  \
-    ascend_emulator::Spans known, spans;                                                         \
-    ascend_emulator::encode_spans(&known, &spans, #name, MEMSWAP_ASCEND_ENCODE_ARGUMENTS);       \
-    return ascend_emulator::start(#name, blocks, stream, known, spans, [=] {                     \
-      memswap_ascend_##name(U8(input), U8(frame), U8(overflow), U8(overflow_cursor), elements,   \
-                            var_capacity, overflow_capacity, dtype, shape, slab_bytes, checksum, \
-                            fast, center, pass);                                                 \
-    });                                                                                          \
+#define MEMSWAP_DEFINE_ENCODE(name)                                                               \
+  extern "C" MEMSWAP_ASCEND_ENCODE_STUB(name) {                                                   \
+    ascend_emulator::Spans known, spans;                                                          \
+    ascend_emulator::encode_spans(&known, &spans, #name, MEMSWAP_ASCEND_ENCODE_ARGUMENTS);        \
+    return ascend_emulator::start(#name, blocks, stream, known, spans, [=] {                      \
+      memswap_ascend_##name(U8(input), U8(frame), U8(overflow), U8(overflow_cursor), elements,    \
+                            var_capacity, overflow_capacity, dtype, layout, slab_bytes, checksum, \
+                            fast, center, pass);                                                  \
+    });                                                                                           \
   }
 MEMSWAP_DEFINE_ENCODE(begin_frame)
 MEMSWAP_DEFINE_ENCODE(place_tiles)

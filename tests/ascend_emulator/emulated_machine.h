@@ -35,9 +35,9 @@ struct Machine {
 Machine& machine();
 
 // What the compiler was told that a kernel's buffers take of UB (kUnifiedBytes), where it has most:
-// an encoder, and a decoder for frames of a shape when it has nothing to report.
+// an encoder, and a decoder for frames of a layout when it has nothing to report.
 uint32_t encoder_unified_bytes(const std::string& kernel);
-uint32_t decoder_unified_bytes(const std::string& kernel, uint32_t shape);
+uint32_t decoder_unified_bytes(const std::string& kernel, uint32_t layout);
 
 // Device memory of a launch. What a kernel may touch, and the part of it that is known to be
 // touched.

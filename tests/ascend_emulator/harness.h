@@ -23,7 +23,7 @@ using ascend_emulator::Violation;
 using frame::Dtype;
 using frame::Header;
 using frame::Layout;
-using frame::Shape;
+using frame::Sections;
 using Data = std::vector<uint8_t>;
 
 inline ascend_emulator::GlobalMemory& device() { return ascend_emulator::memory(); }
@@ -40,18 +40,18 @@ inline void check(bool holds, const std::string& promise) {
 
 struct Format {
   Dtype dtype;
-  Shape shape;
+  Layout layout;
   uint32_t width() const { return frame::width_of(dtype); }
-  Layout layout(uint64_t elements) const { return frame::layout_of(dtype, shape, elements); }
-  bool has_profiles() const { return shape == Shape::kDense || shape == Shape::kUpcast; }
-  bool has_bitmaps() const { return shape == Shape::kSparse || shape == Shape::kBits; }
+  Sections sections(uint64_t elements) const { return frame::sections_of(dtype, layout, elements); }
+  bool has_profiles() const { return layout == Layout::kDense || layout == Layout::kUpcast; }
+  bool has_bitmaps() const { return layout == Layout::kSparse || layout == Layout::kBits; }
   std::string name() const {
     static const char* const dtypes[] = {"",       "bf16",   "fp16",   "fp32",   "e4m3",
                                          "e5m2",   "fp64",   "bool",   "int8",   "uint8",
                                          "int16",  "uint16", "int32",  "uint32", "int64",
                                          "uint64", "bits8",  "bits16", "bits32", "bits64"};
-    static const char* const shapes[] = {"dense", "sparse", "bits", "ints", "raw", "upcast"};
-    return std::string(dtypes[static_cast<int>(dtype)]) + "-" + shapes[static_cast<int>(shape)];
+    static const char* const layouts[] = {"dense", "sparse", "bits", "ints", "raw", "upcast"};
+    return std::string(dtypes[static_cast<int>(dtype)]) + "-" + layouts[static_cast<int>(layout)];
   }
 };
 
@@ -93,17 +93,17 @@ struct Run {
 inline Frame ascend_encode(const Format& format, const Data& data, uint64_t capacity,
                            const Run& run = {}) {
   const uint64_t elements = data.size() / format.width();
-  const Layout layout = format.layout(elements);
-  Frame frame(layout.bytes(capacity));
+  const Sections sections = format.sections(elements);
+  Frame frame(sections.bytes(capacity));
   uint8_t* input = device().upload(data.data(), data.size());
   uint8_t* output = device().allocate(frame.bytes);
   // What is behind var_used stays as it was; the host copies the frame as a whole.
-  device().clear(output + layout.var, frame.bytes - layout.var);
+  device().clear(output + sections.var, frame.bytes - sections.var);
   memswap_encode_job job{};
   job.input = input;
   job.elements = elements;
   job.dtype = static_cast<uint8_t>(format.dtype);
-  job.shape = static_cast<uint8_t>(format.shape);
+  job.layout = static_cast<uint8_t>(format.layout);
   job.profile = run.fast ? MEMSWAP_FAST : MEMSWAP_CANONICAL;
   job.center = run.center;
   job.checksum = run.checksum;
@@ -170,18 +170,18 @@ inline int64_t ascend_decode(const Format& format, const Frame& frame, Data* dat
 
 inline Frame cpu_encode(const Format& format, const Data& data, const Run& run = {}) {
   const uint64_t elements = data.size() / format.width();
-  const Layout layout = format.layout(elements);
-  Frame frame(layout.bytes(layout.max_var_units()));
+  const Sections sections = format.sections(elements);
+  Frame frame(sections.bytes(sections.max_var_units()));
   memswap_encode_job job{};
   job.input = data.data();
   job.elements = elements;
   job.dtype = static_cast<uint8_t>(format.dtype);
-  job.shape = static_cast<uint8_t>(format.shape);
+  job.layout = static_cast<uint8_t>(format.layout);
   job.profile = run.fast ? MEMSWAP_FAST : MEMSWAP_CANONICAL;
   job.center = run.center;
   job.checksum = 1;
   job.frame = frame.begin;
-  job.var_capacity = layout.max_var_units();
+  job.var_capacity = sections.max_var_units();
   const memswap_launch launch{};
   check(memswap_codec_cpu()->encode(&job, 1, &launch) == 0, "the CPU encodes");
   return frame;
@@ -233,11 +233,11 @@ inline Data bytes_of(const Frame& frame) { return Data(frame.begin, frame.begin 
 
 // Units of all payloads, as the records tell.
 inline uint64_t payload_units(const Format& format, const Frame& frame) {
-  const Layout layout = format.layout(frame.header().elements);
+  const Sections sections = format.sections(frame.header().elements);
   uint64_t units = 0;
-  for (uint32_t tile = 0; tile < layout.tiles; ++tile) {
+  for (uint32_t tile = 0; tile < sections.tiles; ++tile) {
     frame::Record record;
-    memcpy(&record, frame.begin + layout.records + tile * frame::kRecordBytes, sizeof(record));
+    memcpy(&record, frame.begin + sections.records + tile * frame::kRecordBytes, sizeof(record));
     for (const uint16_t block : record.block) {
       units += frame::Record::units(block);
     }

@@ -33,19 +33,19 @@ struct Stream {
 
 using Launches = std::vector<std::pair<std::string, uint32_t>>;
 
-constexpr Format kDense{Dtype::kBf16, Shape::kDense};
+constexpr Format kDense{Dtype::kBf16, Layout::kDense};
 constexpr uint64_t kTile = frame::kTileElements;
 
 // A job on memory of the device, and its frame there.
 struct Encode {
   Encode(const Data& data, uint64_t capacity, uint64_t arena_units = 0)
-      : layout(kDense.layout(data.size() / 2)) {
+      : sections(kDense.sections(data.size() / 2)) {
     job.input = device().upload(data.data(), data.size());
     job.elements = data.size() / 2;
     job.dtype = static_cast<uint8_t>(kDense.dtype);
-    job.shape = static_cast<uint8_t>(kDense.shape);
+    job.layout = static_cast<uint8_t>(kDense.layout);
     job.checksum = 1;
-    frame_bytes = layout.bytes(capacity);
+    frame_bytes = sections.bytes(capacity);
     job.frame = device().allocate(frame_bytes);
     device().clear(static_cast<uint8_t*>(job.frame), frame_bytes);
     job.var_capacity = capacity;
@@ -66,7 +66,7 @@ struct Encode {
     }
     return result;
   }
-  Layout layout;
+  Sections sections;
   uint64_t frame_bytes;
   memswap_encode_job job{};
 };
@@ -133,8 +133,8 @@ void test_launches() {
   check(machine().launches.back() == std::pair<std::string, uint32_t>{"decode_bf16", 2},
         "a decode is one launch");
   Encode raw(data, 0);
-  raw.job.shape = static_cast<uint8_t>(Shape::kRaw);
-  raw.job.frame = device().allocate(frame::layout_of(kDense.dtype, Shape::kRaw, 2 * kTile).var);
+  raw.job.layout = static_cast<uint8_t>(Layout::kRaw);
+  raw.job.frame = device().allocate(frame::sections_of(kDense.dtype, Layout::kRaw, 2 * kTile).var);
   check(encode(raw.job) == 0 &&
             machine().launches == Launches{{"begin_frame", 1}, {"encode_raw16", 2}},
         "what has no payloads is stored as soon as it is looked at");
@@ -181,8 +181,8 @@ void test_work_is_stream_ordered() {
 void test_memory_of_somebody_else() {
   machine().cores = 3;
   const Data data = normal(2 * kTile + 5);
-  const Layout layout = kDense.layout(data.size() / 2);
-  Frame frame(layout.bytes(layout.max_var_units()));
+  const Sections sections = kDense.sections(data.size() / 2);
+  Frame frame(sections.bytes(sections.max_var_units()));
   Data output(data.size());
   uint32_t status = 0;
   memswap_encode_job job{};
@@ -190,7 +190,7 @@ void test_memory_of_somebody_else() {
   job.elements = data.size() / 2;
   job.dtype = static_cast<uint8_t>(kDense.dtype);
   job.frame = frame.begin;
-  job.var_capacity = layout.max_var_units();
+  job.var_capacity = sections.max_var_units();
   memswap_decode_job back{};
   back.frame = frame.begin;
   back.frame_bytes = frame.bytes;
@@ -248,7 +248,7 @@ void check_every_launch_is_needed(uint64_t capacity) {
 
 void test_every_launch_is_needed() {
   check_every_launch_is_needed(100);
-  check_every_launch_is_needed(kDense.layout(3 * kTile).max_var_units());
+  check_every_launch_is_needed(kDense.sections(3 * kTile).max_var_units());
 }
 
 void test_faults() {
@@ -315,7 +315,7 @@ void test_arguments() {
   refused("an odd tensor", bad, [&](Job& job) { job.input = move(job.input, 1); });
   refused("no tensor", bad, [&](Job& job) { job.input = nullptr; });
   refused("an unknown dtype", bad, [&](Job& job) { job.dtype = 20; });
-  refused("a shape that does not fit", bad, [&](Job& job) { job.shape = 5; });
+  refused("a layout that does not fit", bad, [&](Job& job) { job.layout = 5; });
   refused("an arena without a cursor", bad, [&](Job& job) { job.overflow_cursor = nullptr; });
   refused("an arena beyond 31 bits", bad,
           [&](Job& job) { job.overflow_capacity = uint64_t{1} << 31; });

@@ -19,14 +19,14 @@ struct BitmapBlock {
       : format(format),
         tensor(make({Kind::kMixedBytes, kMixed}, format.dtype, 1, frame::kBlockElements)),
         frame(cpu_encode(format, tensor)) {
-    memcpy(&record, frame.begin + layout().records, sizeof(record));
+    memcpy(&record, frame.begin + sections().records, sizeof(record));
     const uint32_t units = Record::units(record.block[0]);
-    const uint8_t* payload = frame.begin + layout().var;
+    const uint8_t* payload = frame.begin + sections().var;
     head.assign(payload, payload + frame::kMapsBytes + kMixed);
     streams.assign(payload + head.size(), payload + units * frame::kUnitBytes);
   }
 
-  Layout layout() const { return format.layout(frame::kBlockElements); }
+  Sections sections() const { return format.sections(frame::kBlockElements); }
   uint32_t mode() const { return Record::mode(record.block[0]); }
   uint32_t units() const {
     return static_cast<uint32_t>(head.size() + streams.size()) / frame::kUnitBytes;
@@ -62,16 +62,16 @@ struct BitmapBlock {
 
   // What both decoders make of it, if the record says this of the block.
   void check_status(uint16_t entry, uint32_t expected, const std::string& what) const {
-    const Layout sections = layout();
-    Frame changed(sections.bytes(units()));
+    const Sections at = sections();
+    Frame changed(at.bytes(units()));
     Header header = frame.header();
     header.var_capacity = header.var_used = units();
     Record said = record;
     said.block[0] = entry;
     memcpy(changed.begin, &header, sizeof(header));
-    memcpy(changed.begin + sections.records, &said, sizeof(said));
-    memcpy(changed.begin + sections.var, head.data(), head.size());
-    memcpy(changed.begin + sections.var + head.size(), streams.data(), streams.size());
+    memcpy(changed.begin + at.records, &said, sizeof(said));
+    memcpy(changed.begin + at.var, head.data(), head.size());
+    memcpy(changed.begin + at.var + head.size(), streams.data(), streams.size());
     const std::string name = format.name() + ", " + what;
     // Without the checksum: what is found is found in the payload itself.
     Data output(tensor.size());
@@ -137,14 +137,14 @@ inline void test_packed_bitmaps(const Format& format) {
   good.check_status(Record::pack(frame::kLiteral, good.units(), true), frame::kBadRecord,
                     "a literal block with a packed bitmap");
   good.check_status(Record::pack(frame::kReference, good.units(), true), frame::kBadRecord,
-                    "a mode of another shape");
+                    "a mode of another layout");
 }
 
-// Bit 11 of a record's entry is wrong in shapes that have no bitmaps.
+// Bit 11 of a record's entry is wrong in layouts that have no bitmaps.
 inline void test_packed_without_bitmaps(const Format& format) {
   const Data data = make({Kind::kNormal, 0}, format.dtype, 1, frame::kBlockElements);
   const Frame frame = cpu_encode(format, data);
-  frame.begin[format.layout(frame::kBlockElements).records + 5] |= 1 << (Record::kPackedBit - 8);
+  frame.begin[format.sections(frame::kBlockElements).records + 5] |= 1 << (Record::kPackedBit - 8);
   Data output(data.size());
   check(cpu_decode(format, frame, &output) == frame::kBadRecord &&
             ascend_decode(format, frame, &output) == frame::kBadRecord,

@@ -16,15 +16,15 @@ bool everything_works(uint64_t seed) {
   emulator::machine.blocks_per_processor = 1;
   emulator::errors.clear();
   bool is_right = true;
-  for (const auto& [dtype, shape] : {std::pair{Dtype::kBf16, Shape::kDense},
-                                     {Dtype::kFp16, Shape::kSparse},
-                                     {Dtype::kInt16, Shape::kInts}}) {
+  for (const auto& [dtype, layout] : {std::pair{Dtype::kBf16, Layout::kDense},
+                                      {Dtype::kFp16, Layout::kSparse},
+                                      {Dtype::kInt16, Layout::kInts}}) {
     Frame frames[2];
     memswap_encode_job encode_jobs[2];
     memswap_decode_job decode_jobs[2];
     uint32_t status = 0;
     Tensor tensor = tensor_at(0, {Kind::kMixed, 0}, dtype, seed, 57 * 1024);
-    if (seed % 2 == 0 && shape == Shape::kSparse) {
+    if (seed % 2 == 0 && layout == Layout::kSparse) {
       // Two survivors a block and signed zeros: streams of different kinds share words.
       tensor = tensor_at(0, {Kind::kSign, 0}, dtype, seed, 57 * 1024);
       for (uint64_t i = 0; i < tensor.elements; i += 512) {
@@ -34,7 +34,7 @@ bool everything_works(uint64_t seed) {
     std::deque<Tensor> outputs;
     for (int i = 0; i < 2; ++i) {
       outputs.push_back(tensor_at(0, {Kind::kRandomBits, 0}, dtype, 1, tensor.elements));
-      encode_jobs[i] = encode_job(tensor, {.shape = shape}, &frames[i]);
+      encode_jobs[i] = encode_job(tensor, {.layout = layout}, &frames[i]);
       decode_jobs[i] = decode_job(frames[i], &outputs[i], &status);
       decode_jobs[i].verify = seed % 3 == 0;  // the check brings barriers with it
     }

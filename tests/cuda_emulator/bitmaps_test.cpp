@@ -9,8 +9,8 @@ class Bitmaps : public Emulated {
   static constexpr Dtype kDtypes[] = {Dtype::kBool, Dtype::kBf16, Dtype::kFp16,
                                       Dtype::kFp32, Dtype::kFp64, Dtype::kE4m3};
 
-  static Shape shape_of(Dtype dtype) {
-    return dtype == Dtype::kBool ? Shape::kBits : Shape::kSparse;
+  static Layout layout_of(Dtype dtype) {
+    return dtype == Dtype::kBool ? Layout::kBits : Layout::kSparse;
   }
 
   // One block whose bitmap is packed, 40 of its bytes as they are.
@@ -19,9 +19,9 @@ class Bitmaps : public Emulated {
     Frame frame;
     Record record;
 
-    uint8_t* payload() { return frame.bytes.data() + frame.layout().var; }
+    uint8_t* payload() { return frame.bytes.data() + frame.sections().var; }
     uint32_t status_of(const Record& said) {
-      memcpy(frame.bytes.data() + frame.layout().records, &said, sizeof(said));
+      memcpy(frame.bytes.data() + frame.sections().records, &said, sizeof(said));
       Tensor output(tensor.dtype, tensor.elements);
       const uint32_t status = decode(emulated(), frame, &output);
       EXPECT_TRUE(status != frame::kOk || output.buffer == tensor.buffer);
@@ -30,7 +30,7 @@ class Bitmaps : public Emulated {
   };
   static Packed packed_block(Dtype dtype) {
     Tensor tensor({Kind::kMixedBytes, 40}, dtype, 1, 1024);
-    Frame frame = encode(emulated(), tensor, {.shape = shape_of(dtype)});
+    Frame frame = encode(emulated(), tensor, {.layout = layout_of(dtype)});
     const Record record = frame.record(0);
     EXPECT_TRUE(Record::packed(record.block[0]));
     return {std::move(tensor), std::move(frame), record};
@@ -43,9 +43,9 @@ TEST_F(Bitmaps, AreTheOraclesPlainAndPacked) {
       if (pattern.kind != Kind::kMixedBytes && pattern.kind != Kind::kCausal) {
         continue;
       }
-      SCOPED_TRACE(describe(dtype, shape_of(dtype)) + " " + describe(pattern));
+      SCOPED_TRACE(describe(dtype, layout_of(dtype)) + " " + describe(pattern));
       const Tensor tensor = tensor_at(0, pattern, dtype, 3, 2 * 1024 + 700);
-      ASSERT_NO_FATAL_FAILURE(expect_same_as_oracle(tensor, {.shape = shape_of(dtype)}));
+      ASSERT_NO_FATAL_FAILURE(expect_same_as_oracle(tensor, {.layout = layout_of(dtype)}));
     }
   }
 }
@@ -90,7 +90,7 @@ TEST_F(Bitmaps, ThatPromiseMoreThanThereIsAreBadPayloads) {
 TEST_F(Bitmaps, MayBeLongerThanTheyNeedToBe) {
   Packed packed = packed_block(Dtype::kBool);
   constexpr uint32_t kUnits = (frame::kMapsBytes + frame::kBitmapBytes) / frame::kUnitBytes;
-  Frame longer{GuardedBuffer(packed.frame.layout().bytes(kUnits)), GuardedBuffer()};
+  Frame longer{GuardedBuffer(packed.frame.sections().bytes(kUnits)), GuardedBuffer()};
   Header header = packed.frame.header();
   header.var_capacity = header.var_used = kUnits;
   memcpy(longer.bytes.data(), &header, sizeof(header));
@@ -108,14 +108,14 @@ TEST_F(Bitmaps, MayBeLongerThanTheyNeedToBe) {
 
 TEST_F(Bitmaps, ArePackedOnlyWhereThereAreAny) {
   for (const Dtype dtype : {Dtype::kBf16, Dtype::kFp32, Dtype::kBool, Dtype::kInt16}) {
-    for (const Shape shape : shapes_of(dtype)) {
+    for (const Layout layout : layouts_of(dtype)) {
       for (const Kind kind : {Kind::kBooleans, Kind::kNormal, Kind::kRandomBits}) {
-        SCOPED_TRACE(describe(dtype, shape));
+        SCOPED_TRACE(describe(dtype, layout));
         const Tensor tensor({kind, 0}, dtype, 1, 1024);
-        Frame frame = encode(emulated(), tensor, {.shape = shape, .checksum = false});
+        Frame frame = encode(emulated(), tensor, {.layout = layout, .checksum = false});
         Record record = frame.record(0);
         record.block[0] |= 1 << Record::kPackedBit;
-        memcpy(frame.bytes.data() + frame.layout().records, &record, sizeof(record));
+        memcpy(frame.bytes.data() + frame.sections().records, &record, sizeof(record));
         Tensor output(tensor.dtype, tensor.elements);
         const uint32_t status = decode(emulated(), frame, &output);
         ASSERT_TRUE(emulator::errors.empty()) << emulator::errors[0];

@@ -29,9 +29,10 @@ inline int emulated_encode(const memswap_encode_job* jobs, size_t count,
   for (size_t i = 0; i < count; ++i) {
     const memswap_encode_job& job = jobs[i];
     const Dtype dtype = static_cast<Dtype>(job.dtype);
-    const Layout layout = frame::layout_of(dtype, static_cast<Shape>(job.shape), job.elements);
+    const Sections sections =
+        frame::sections_of(dtype, static_cast<Layout>(job.layout), job.elements);
     buffers.emplace_back(job.input, job.elements * frame::width_of(dtype), "the tensor");
-    buffers.emplace_back(job.frame, layout.bytes(job.var_capacity), "the frame");
+    buffers.emplace_back(job.frame, sections.bytes(job.var_capacity), "the frame");
     if (job.overflow != nullptr) {
       buffers.emplace_back(job.overflow, job.overflow_capacity * frame::kUnitBytes, "the arena");
       buffers.emplace_back(job.overflow_cursor, sizeof(uint64_t), "the arena's cursor");
@@ -120,7 +121,7 @@ inline Tensor tensor_at(uint32_t offset, Pattern pattern, Dtype dtype, uint64_t 
 inline const uint8_t* payload_of(const Frame& frame, const Record& record) {
   const uint8_t* area = record.base & frame::kBaseInOverflow
                             ? frame.overflow.data()
-                            : frame.bytes.data() + frame.layout().var;
+                            : frame.bytes.data() + frame.sections().var;
   return area + uint64_t{record.base & ~frame::kBaseInOverflow} * frame::kUnitBytes;
 }
 
@@ -130,7 +131,7 @@ inline void expect_same_frame(const Frame& expected, const Frame& found) {
   ASSERT_EQ(have.magic, want.magic);
   ASSERT_EQ(have.version, want.version);
   ASSERT_EQ(have.dtype, want.dtype);
-  ASSERT_EQ(have.shape, want.shape);
+  ASSERT_EQ(have.layout, want.layout);
   ASSERT_EQ(have.flags, want.flags & ~frame::kOrdered);
   ASSERT_EQ(have.status, want.status);
   ASSERT_EQ(have.elements, want.elements);
@@ -141,8 +142,8 @@ inline void expect_same_frame(const Frame& expected, const Frame& found) {
   for (uint32_t i = 0; i < frame::kModeCounts; ++i) {
     ASSERT_EQ(have.mode_count[i], want.mode_count[i]) << "blocks of mode " << i + 1;
   }
-  const Layout layout = expected.layout();
-  for (uint32_t tile = 0; tile < layout.tiles; ++tile) {
+  const Sections sections = expected.sections();
+  for (uint32_t tile = 0; tile < sections.tiles; ++tile) {
     const Record want_record = expected.record(tile), have_record = found.record(tile);
     uint32_t units = 0;
     for (uint32_t i = 0; i < frame::kTileBlocks; ++i) {
@@ -160,10 +161,10 @@ inline void expect_same_frame(const Frame& expected, const Frame& found) {
     }
     ASSERT_EQ(have_record.checksum, want_record.checksum) << "tile " << tile;
   }
-  for (uint64_t byte = layout.slabs; byte < layout.records; ++byte) {
+  for (uint64_t byte = sections.slabs; byte < sections.records; ++byte) {
     ASSERT_EQ(found.bytes.data()[byte], expected.bytes.data()[byte])
-        << "byte " << (byte - layout.slabs) % layout.slab_bytes << " of the slab of block "
-        << (byte - layout.slabs) / layout.slab_bytes;
+        << "byte " << (byte - sections.slabs) % sections.slab_bytes << " of the slab of block "
+        << (byte - sections.slabs) / sections.slab_bytes;
   }
 }
 

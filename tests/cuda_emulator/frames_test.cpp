@@ -9,43 +9,43 @@ class Frames : public Emulated, public testing::WithParamInterface<uint8_t> {
   Dtype dtype() const { return static_cast<Dtype>(GetParam()); }
 };
 
-TEST_P(Frames, AreTheOraclesForEveryPatternAndShape) {
-  for (const Shape shape : shapes_of(dtype())) {
+TEST_P(Frames, AreTheOraclesForEveryPatternAndLayout) {
+  for (const Layout layout : layouts_of(dtype())) {
     for (const uint64_t seed : {1, 2}) {
-      SCOPED_TRACE(describe(dtype(), shape) + " seed " + std::to_string(seed));
+      SCOPED_TRACE(describe(dtype(), layout) + " seed " + std::to_string(seed));
       emulator::machine.seed = seed;
       const Tensor tensor = tensor_at(0, {Kind::kMixed, 0}, dtype(), seed,
                                       uint64_t{kPatternCount} * frame::kBlockElements);
       ASSERT_NO_FATAL_FAILURE(
-          expect_same_as_oracle(tensor, {.shape = shape, .checksum = seed == 1}));
+          expect_same_as_oracle(tensor, {.layout = layout, .checksum = seed == 1}));
     }
   }
 }
 
 TEST_P(Frames, OfTheFastProfileAreTheOracles) {
-  for (const Shape shape : shapes_of(dtype())) {
-    if (!has_profiles(shape)) {
+  for (const Layout layout : layouts_of(dtype())) {
+    if (!has_profiles(layout)) {
       continue;
     }
     const Tensor tensor = tensor_at(0, {Kind::kMixed, 0}, dtype(), 7,
                                     uint64_t{kPatternCount} * frame::kBlockElements);
     for (const uint8_t center : {0, 2, 9, 125, 255}) {
-      SCOPED_TRACE(describe(dtype(), shape) + " center " + std::to_string(center));
+      SCOPED_TRACE(describe(dtype(), layout) + " center " + std::to_string(center));
       ASSERT_NO_FATAL_FAILURE(expect_same_as_oracle(
-          tensor, {.shape = shape, .fast = true, .center = center, .checksum = false}));
+          tensor, {.layout = layout, .fast = true, .center = center, .checksum = false}));
     }
   }
 }
 
 TEST_P(Frames, OfAnyLengthAndAlignmentAreTheOracles) {
   const uint32_t width = frame::width_of(dtype());
-  for (const Shape shape : shapes_of(dtype())) {
+  for (const Layout layout : layouts_of(dtype())) {
     uint32_t offset = 0;
     for (const uint64_t elements : {0, 1, 7, 255, 1023, 1024, 1025, 1100, 2049, 8191, 8192, 8193}) {
-      SCOPED_TRACE(describe(dtype(), shape) + " of " + std::to_string(elements) + " at " +
+      SCOPED_TRACE(describe(dtype(), layout) + " of " + std::to_string(elements) + " at " +
                    std::to_string(offset));
       const Tensor tensor = tensor_at(offset, {Kind::kMixed, 0}, dtype(), elements, elements);
-      ASSERT_NO_FATAL_FAILURE(expect_same_as_oracle(tensor, {.shape = shape}));
+      ASSERT_NO_FATAL_FAILURE(expect_same_as_oracle(tensor, {.layout = layout}));
       offset = (offset + width) % 32;
     }
   }

@@ -22,7 +22,7 @@ TEST_F(Golden, FramesAreWrittenAndRead) {
     const Tensor tensor = tensor_at(0, golden.pattern, golden.dtype, golden.seed, golden.elements);
     const Frame found = encode(
         emulated(), tensor,
-        {.shape = golden.shape, .fast = golden.fast, .center = golden.center, .checksum = true});
+        {.layout = golden.layout, .fast = golden.fast, .center = golden.center, .checksum = true});
     ASSERT_NO_FATAL_FAILURE(expect_same_frame(frame, found));
     ASSERT_NO_FATAL_FAILURE(expect_round_trip(emulated(), frame, tensor));
   }

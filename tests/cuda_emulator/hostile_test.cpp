@@ -13,10 +13,10 @@ class Hostile : public Emulated {
   void for_each_frame(uint64_t elements, Check check) {
     for (const Dtype dtype : {Dtype::kBf16, Dtype::kFp16, Dtype::kFp32, Dtype::kE4m3, Dtype::kE5m2,
                               Dtype::kFp64, Dtype::kBool, Dtype::kInt16, Dtype::kInt64}) {
-      for (const Shape shape : shapes_of(dtype)) {
-        SCOPED_TRACE(describe(dtype, shape));
+      for (const Layout layout : layouts_of(dtype)) {
+        SCOPED_TRACE(describe(dtype, layout));
         const Tensor tensor = tensor_at(0, {Kind::kMixed, 0}, dtype, 33, elements);
-        Frame frame = encode(oracle(), tensor, {.shape = shape});
+        Frame frame = encode(oracle(), tensor, {.layout = layout});
         ASSERT_NO_FATAL_FAILURE(check(tensor, frame));
       }
     }
@@ -35,11 +35,12 @@ class Hostile : public Emulated {
 
 TEST_F(Hostile, FlippedBitsOfHeaderAndRecordsAreNoticedOrHarmless) {
   for_each_frame(kElementCount, [&](const Tensor& tensor, Frame& frame) {
-    const Layout layout = frame.layout();
+    const Sections sections = frame.sections();
     for (uint64_t i = 0; i < 25; ++i) {
       const uint64_t random = splitmix64(11, i);
-      const uint64_t byte = i % 3 == 0 ? random % frame::kHeaderBytes
-                                       : layout.records + random % (layout.var - layout.records);
+      const uint64_t byte = i % 3 == 0
+                                ? random % frame::kHeaderBytes
+                                : sections.records + random % (sections.var - sections.records);
       const auto flip = static_cast<uint8_t>(1 << (random >> 40) % 8);
       frame.bytes.data()[byte] ^= flip;
       ASSERT_NO_FATAL_FAILURE(expect_error_or_tensor(frame, tensor)) << "byte " << byte;
@@ -50,7 +51,7 @@ TEST_F(Hostile, FlippedBitsOfHeaderAndRecordsAreNoticedOrHarmless) {
 
 TEST_F(Hostile, FlippedBitsOfSlabsAndPayloadsAreNoticedOrHarmless) {
   for_each_frame(3000, [&](const Tensor& tensor, Frame& frame) {
-    const uint64_t end = frame.layout().var + frame.header().var_used * frame::kUnitBytes;
+    const uint64_t end = frame.sections().var + frame.header().var_used * frame::kUnitBytes;
     for (uint64_t i = 0; i < 25; ++i) {
       const uint64_t bit = splitmix64(5, i) % (8 * (end - frame::kHeaderBytes));
       uint8_t& byte = frame.bytes.data()[frame::kHeaderBytes + bit / 8];
@@ -63,14 +64,14 @@ TEST_F(Hostile, FlippedBitsOfSlabsAndPayloadsAreNoticedOrHarmless) {
 
 TEST_F(Hostile, RandomBytesStayInsideTheBuffers) {
   for_each_frame(kElementCount, [&](const Tensor& tensor, Frame& frame) {
-    const Layout layout = frame.layout();
+    const Sections sections = frame.sections();
     for (uint64_t i = 0; i < 16; ++i) {
       Frame random{GuardedBuffer(frame.bytes.size()), GuardedBuffer(256)};
       memcpy(random.bytes.data(), frame.bytes.data(), frame.bytes.size());
       // A record, or a stretch of anything behind the header.
       const uint64_t at =
-          i % 2 == 0 ? layout.records + splitmix64(i, 0) % (layout.tiles * sizeof(Record))
-                     : layout.slabs + splitmix64(i, 0) % (frame.bytes.size() - layout.slabs);
+          i % 2 == 0 ? sections.records + splitmix64(i, 0) % (sections.tiles * sizeof(Record))
+                     : sections.slabs + splitmix64(i, 0) % (frame.bytes.size() - sections.slabs);
       const uint64_t end = std::min(at + (i % 2 == 0 ? 4 : 700), frame.bytes.size());
       for (uint64_t byte = at; byte < end; ++byte) {
         random.bytes.data()[byte] = static_cast<uint8_t>(splitmix64(i, byte));
@@ -106,7 +107,7 @@ TEST_F(Hostile, EachKindOfDamageHasItsStatus) {
     Frame frame = encode(emulated(), tensor, {});
     Record record = frame.record(0);
     damage(frame, record);
-    memcpy(frame.bytes.data() + frame.layout().records, &record, sizeof(record));
+    memcpy(frame.bytes.data() + frame.sections().records, &record, sizeof(record));
     Tensor output(tensor.dtype, tensor.elements);
     return decode(emulated(), frame, &output);
   };

@@ -14,8 +14,8 @@ TEST_F(Launches, AreOfManyTensorsOfAllKinds) {
   std::vector<memswap_encode_job> encode_jobs;
   for (uint64_t i = 0; i < 150; ++i) {
     const Dtype dtype = i % 3 != 0 ? Dtype::kBf16 : static_cast<Dtype>(1 + i % frame::kLastDtype);
-    const std::vector<Shape> shapes = shapes_of(dtype);
-    options.push_back({.shape = i % 3 != 0 ? Shape::kDense : shapes[i / 3 % shapes.size()]});
+    const std::vector<Layout> layouts = layouts_of(dtype);
+    options.push_back({.layout = i % 3 != 0 ? Layout::kDense : layouts[i / 3 % layouts.size()]});
     tensors.push_back(tensor_at(16 * (i % 4), {Kind::kMixed, 0}, dtype, i,
                                 i % 10 == 0 ? 0 : splitmix64(i, 0) % 3000));
     encode_jobs.push_back(encode_job(tensors[i], options[i], &frames.emplace_back()));
@@ -26,7 +26,7 @@ TEST_F(Launches, AreOfManyTensorsOfAllKinds) {
   std::vector<uint32_t> statuses(tensors.size());
   std::vector<memswap_decode_job> decode_jobs;
   for (size_t i = 0; i < tensors.size(); ++i) {
-    SCOPED_TRACE(describe(tensors[i].dtype, options[i].shape));
+    SCOPED_TRACE(describe(tensors[i].dtype, options[i].layout));
     ASSERT_NO_FATAL_FAILURE(expect_same_frame(encode(oracle(), tensors[i], options[i]), frames[i]));
     outputs.emplace_back(tensors[i].dtype, tensors[i].elements);
     decode_jobs.push_back(decode_job(frames[i], &outputs[i], &statuses[i]));
@@ -39,21 +39,21 @@ TEST_F(Launches, AreOfManyTensorsOfAllKinds) {
 }
 
 TEST_F(Launches, AreOneEachWay) {
-  for (const auto& [dtype, shape] : {std::pair{Dtype::kBf16, Shape::kDense},
-                                     {Dtype::kBf16, Shape::kSparse},
-                                     {Dtype::kFp32, Shape::kUpcast},
-                                     {Dtype::kBool, Shape::kBits}}) {
-    SCOPED_TRACE(describe(dtype, shape));
+  for (const auto& [dtype, layout] : {std::pair{Dtype::kBf16, Layout::kDense},
+                                      {Dtype::kBf16, Layout::kSparse},
+                                      {Dtype::kFp32, Layout::kUpcast},
+                                      {Dtype::kBool, Layout::kBits}}) {
+    SCOPED_TRACE(describe(dtype, layout));
     const Tensor tensor = tensor_at(0, {Kind::kMixed, 0}, dtype, 3, 20 * 8192 + 5);
     emulator::launches.clear();
-    const Frame frame = encode(emulated(), tensor, {.shape = shape});
+    const Frame frame = encode(emulated(), tensor, {.layout = layout});
     EXPECT_EQ(emulator::launches.size(), 1u);
-    ASSERT_NO_FATAL_FAILURE(expect_same_frame(encode(oracle(), tensor, {.shape = shape}), frame));
+    ASSERT_NO_FATAL_FAILURE(expect_same_frame(encode(oracle(), tensor, {.layout = layout}), frame));
     emulator::launches.clear();
     uint32_t status = 0;
     Tensor output(tensor.dtype, tensor.elements);
     memswap_decode_job job = decode_job(frame, &output, &status);
-    job.shape_hint = static_cast<uint8_t>(1 + static_cast<uint32_t>(shape));
+    job.layout_hint = static_cast<uint8_t>(1 + static_cast<uint32_t>(layout));
     ASSERT_EQ(emulated().decode(&job, 1, nullptr), 0);
     EXPECT_EQ(emulator::launches.size(), 1u);
     EXPECT_EQ(status, frame::kOk);
@@ -62,20 +62,20 @@ TEST_F(Launches, AreOneEachWay) {
 }
 
 TEST_F(Launches, AHintThatIsWrongIsAnErrorOrHarmless) {
-  const auto hint_of = [](Shape shape) {
-    return static_cast<uint8_t>(1 + static_cast<uint32_t>(shape));
+  const auto hint_of = [](Layout layout) {
+    return static_cast<uint8_t>(1 + static_cast<uint32_t>(layout));
   };
-  for (const Shape shape : {Shape::kDense, Shape::kSparse, Shape::kInts, Shape::kRaw}) {
+  for (const Layout layout : {Layout::kDense, Layout::kSparse, Layout::kInts, Layout::kRaw}) {
     const Tensor tensor = tensor_at(0, {Kind::kMixed, 0}, Dtype::kBf16, 3, 2 * 8192 + 5);
-    const Frame frame = encode(emulated(), tensor, {.shape = shape});
-    for (const Shape hint : {Shape::kDense, Shape::kSparse, Shape::kInts}) {
-      SCOPED_TRACE(describe(tensor.dtype, shape) + " as " + describe(tensor.dtype, hint));
+    const Frame frame = encode(emulated(), tensor, {.layout = layout});
+    for (const Layout hint : {Layout::kDense, Layout::kSparse, Layout::kInts}) {
+      SCOPED_TRACE(describe(tensor.dtype, layout) + " as " + describe(tensor.dtype, hint));
       uint32_t status = 0;
       Tensor output(tensor.dtype, tensor.elements);
       memswap_decode_job job = decode_job(frame, &output, &status);
-      job.shape_hint = hint_of(hint);
+      job.layout_hint = hint_of(hint);
       ASSERT_EQ(emulated().decode(&job, 1, nullptr), 0);
-      if ((shape == Shape::kSparse) == (hint == Shape::kSparse)) {
+      if ((layout == Layout::kSparse) == (hint == Layout::kSparse)) {
         EXPECT_EQ(status, frame::kOk);
         EXPECT_TRUE(output.buffer == tensor.buffer);
       } else {
@@ -91,13 +91,13 @@ TEST_F(Launches, AreTwoForAFrameWithoutAHint) {
   std::vector<uint32_t> statuses(40);
   std::vector<memswap_decode_job> jobs;
   for (uint32_t i = 0; i < 40; ++i) {
-    const Shape shape = i % 2 == 0 ? Shape::kDense : Shape::kSparse;
+    const Layout layout = i % 2 == 0 ? Layout::kDense : Layout::kSparse;
     tensors.push_back(tensor_at(0, {Kind::kMixed, 0}, Dtype::kBf16, i, 700 * i));
-    frames.push_back(encode(emulated(), tensors[i], {.shape = shape}));
+    frames.push_back(encode(emulated(), tensors[i], {.layout = layout}));
     outputs.emplace_back(tensors[i].dtype, tensors[i].elements);
     jobs.push_back(decode_job(frames[i], &outputs[i], &statuses[i]));
-    jobs[i].shape_hint =
-        i % 3 == 0 ? uint8_t{0} : static_cast<uint8_t>(1 + static_cast<uint32_t>(shape));
+    jobs[i].layout_hint =
+        i % 3 == 0 ? uint8_t{0} : static_cast<uint8_t>(1 + static_cast<uint32_t>(layout));
   }
   emulator::launches.clear();
   ASSERT_EQ(emulated().decode(jobs.data(), jobs.size(), nullptr), 0);
@@ -174,7 +174,7 @@ TEST_F(Launches, OfLargeSharedMemoryFitSmallDevices) {
   emulator::machine.shared_bytes = 99 * 1024;
   const Tensor tensor = tensor_at(0, {Kind::kMixed, 0}, Dtype::kFp64, 1, 3 * 8192);
   for (const uint32_t bound : {0, 1}) {
-    EncodeOptions options{.shape = Shape::kSparse};
+    EncodeOptions options{.layout = Layout::kSparse};
     options.launch.max_processors = bound;
     ASSERT_NO_FATAL_FAILURE(expect_same_as_oracle(tensor, options));
   }
@@ -294,7 +294,7 @@ TEST_F(Launches, BadArgumentsEnqueueNothing) {
   expect_bad([](memswap_encode_job& job) { job.frame = static_cast<char*>(job.frame) + 64; });
   expect_bad([](memswap_encode_job& job) { job.frame = nullptr; });
   expect_bad([](memswap_encode_job& job) { job.dtype = 0; });
-  expect_bad([](memswap_encode_job& job) { job.shape = 2; });
+  expect_bad([](memswap_encode_job& job) { job.layout = 2; });
   expect_bad([](memswap_encode_job& job) { job.profile = 2; });
   expect_bad([](memswap_encode_job& job) { job.overflow = job.frame; });
   jobs[1] = good;

@@ -4,7 +4,7 @@
 
 namespace {
 
-using memswap::frame::layout_of;
+using memswap::frame::sections_of;
 
 ascend_emulator::GlobalMemory& device() { return ascend_emulator::memory(); }
 
@@ -12,8 +12,8 @@ ascend_emulator::GlobalMemory& device() { return ascend_emulator::memory(); }
 int encode(const memswap_encode_job& job) {
   memswap_encode_job there = job;
   const auto dtype = static_cast<memswap::frame::Dtype>(job.dtype);
-  const auto shape = static_cast<memswap::frame::Shape>(job.shape);
-  const uint64_t bytes = layout_of(dtype, shape, job.elements).bytes(job.var_capacity);
+  const auto layout = static_cast<memswap::frame::Layout>(job.layout);
+  const uint64_t bytes = sections_of(dtype, layout, job.elements).bytes(job.var_capacity);
   const uint64_t arena_bytes = job.overflow_capacity * memswap::frame::kUnitBytes;
   there.input = device().upload(static_cast<const uint8_t*>(job.input),
                                 job.elements * memswap::frame::width_of(dtype));

@@ -98,13 +98,14 @@ class Probe {
 
   // Returns the portable frame; nothing where there is none.
   Data encode(const test::GoldenFrame& golden, Area& input, Room room) {
-    const frame::Layout layout = frame::layout_of(golden.dtype, golden.shape, golden.elements);
-    const uint64_t capacity = room == Room::kAll ? layout.max_var_units() : 0;
+    const frame::Sections sections =
+        frame::sections_of(golden.dtype, golden.layout, golden.elements);
+    const uint64_t capacity = room == Room::kAll ? sections.max_var_units() : 0;
     // With the room of a tile that an encoder may leave unused.
-    Area arena((layout.max_var_units() + frame::kTileBlocks * layout.max_payload_units) *
+    Area arena((sections.max_var_units() + frame::kTileBlocks * sections.max_payload_units) *
                frame::kUnitBytes);
     uint64_t cursor = 0;
-    Area made(layout.bytes(capacity));
+    Area made(sections.bytes(capacity));
     memswap_encode_job job = test::encode_job_of(golden, input.begin());
     job.frame = made.begin();
     job.var_capacity = capacity;
@@ -136,9 +137,9 @@ class Probe {
       say(what + " not portable", status);
       return {};
     }
-    if (room == Room::kArena && header.overflow_used != 0 && layout.tiles == 1) {
+    if (room == Room::kArena && header.overflow_used != 0 && sections.tiles == 1) {
       frame::Record record{};
-      memcpy(&record, made.begin() + layout.records, sizeof(record));
+      memcpy(&record, made.begin() + sections.records, sizeof(record));
       say(what + " base", record.base);
     }
     const Data result = portable.data();
@@ -176,16 +177,17 @@ class Probe {
     if (whole.empty()) {
       return;
     }
-    const frame::Layout layout = frame::layout_of(golden.dtype, golden.shape, golden.elements);
+    const frame::Sections sections =
+        frame::sections_of(golden.dtype, golden.layout, golden.elements);
     const auto damaged = [&](const char* what, bool verify, auto damage) {
       Data bytes = whole;
       frame::Header header{};
       frame::Record record{};
       memcpy(&header, bytes.data(), sizeof(header));
-      memcpy(&record, bytes.data() + layout.records, sizeof(record));
+      memcpy(&record, bytes.data() + sections.records, sizeof(record));
       damage(header, record);
       memcpy(bytes.data(), &header, sizeof(header));
-      memcpy(bytes.data() + layout.records, &record, sizeof(record));
+      memcpy(bytes.data() + sections.records, &record, sizeof(record));
       decode(golden, what, bytes, verify);
     };
     damaged("bad header", false, [](frame::Header& header, frame::Record&) { header.magic ^= 1; });
@@ -207,7 +209,7 @@ class Probe {
       job.input = input.begin();
       job.elements = frame::kBlockElements;
       job.dtype = static_cast<uint8_t>(dtype);
-      job.shape = static_cast<uint8_t>(frame::Shape::kRaw);
+      job.layout = static_cast<uint8_t>(frame::Layout::kRaw);
       job.frame = made.begin();
       say("encode code", static_cast<uint64_t>(backend_.encode(job)));
     }

@@ -41,9 +41,9 @@ FORMATS = {
 }
 
 
-@pytest.mark.parametrize("shape", FORMATS)
-def test_every_shape_on_every_grid_and_schedule(programs: Path, shape: str) -> None:
-    run(programs / "codec_test", KERNELS / "tests", *FORMATS[shape])
+@pytest.mark.parametrize("layout", FORMATS)
+def test_every_layout_on_every_grid_and_schedule(programs: Path, layout: str) -> None:
+    run(programs / "codec_test", KERNELS / "tests", *FORMATS[layout])
 
 
 @pytest.mark.slow

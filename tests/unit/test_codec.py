@@ -240,7 +240,7 @@ def test_fake_tensors_are_a_type_error() -> None:
         memswap.encode(fake)
 
 
-def test_a_shape_that_is_none_or_does_not_fit_is_a_value_error() -> None:
+def test_a_layout_that_is_none_or_does_not_fit_is_a_value_error() -> None:
     with pytest.raises(ValueError, match="expected one of 'dense'"):
         memswap.encode(torch.ones(3), layout="thick")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="dtype 14 and layout 0"):

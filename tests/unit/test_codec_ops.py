@@ -51,7 +51,7 @@ def test_opcheck(tensor: torch.Tensor, dtype: int, layout: int) -> None:
     torch.library.opcheck(decode, (frame, list(tensor.shape), tensor.dtype))
 
 
-def test_decode_takes_the_shape_that_encode_was_given() -> None:
+def test_decode_takes_the_layout_that_encode_was_given() -> None:
     x = torch.randn(3, 700).bfloat16()
     frame = encode(x, BF16, 1)
     assert torch.equal(decode(frame, x.shape, x.dtype, 1), x)

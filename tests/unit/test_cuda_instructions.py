@@ -50,7 +50,7 @@ def test_compiled_kernels_write_the_cpus_frames_and_decode_them(
     for case in instructions.CASES:
         frame = instructions.execute(case, architecture).frame  # compares what was decoded
         tensor = torch.from_numpy(case.tensor()).view(dtypes[case.dtype])
-        layout = memswap.codec.Layout(case.shape).name.lower()
+        layout = memswap.codec.Layout(case.layout).name.lower()
         expected = memswap.encode(tensor, layout=layout)._bytes.numpy()  # type: ignore[arg-type]
         found = frame[: len(expected)].copy()
         found[UNLIKE] = expected[UNLIKE]

@@ -53,7 +53,7 @@ CHANGED = {
     "kBaseInOverflow": "0x40000000",
     "kChecksumPrime": "4294967279u",
     "kLastDtype": "18",
-    "kLastShape": "4",
+    "kLastLayout": "4",
     "kModeCounts": "13",
     "kModes": "14",
     "kUnitsMask": "0x3ff",
@@ -94,7 +94,7 @@ FAST = ("kLq2Eighths", "kClip", "kUnitBytes")
 #: Building all backends takes minutes for each of these, and nobody has yet: run one, take it out.
 NOT_TRIED = {
     *("kAlignmentBytes", "kMaxElements", "kMaxBaseUnits", "kBaseInOverflow", "kLastDtype"),
-    *("kLastShape", "kUnitsMask", "kPackedBit", "kModeShift", "kLq3Eighths"),
+    *("kLastLayout", "kUnitsMask", "kPackedBit", "kModeShift", "kLq3Eighths"),
     *("kOutlierBits", "Status"),
 }
 

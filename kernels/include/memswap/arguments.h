@@ -17,7 +17,7 @@ inline const char* message_of(int code) {
       return "success";
     case MEMSWAP_CODEC_BAD_ARGUMENT:
       return "bad argument: a pointer is NULL or not aligned (frames to 128 bytes, overflow arenas "
-             "to 8, tensors to their elements), the shape does not fit the dtype, a dtype, shape "
+             "to 8, tensors to their elements), the layout does not fit the dtype, a dtype, layout "
              "or profile is unknown, a size is beyond what a frame can hold, or only one of "
              "overflow and overflow_cursor is given";
     case MEMSWAP_CODEC_NOT_SUPPORTED:
@@ -43,9 +43,9 @@ inline bool is_tensor(const void* pointer, uint64_t elements, uint8_t dtype) {
 
 inline bool is_valid(const memswap_encode_job& job) {
   const bool has_overflow = job.overflow != nullptr;
-  return frame::is_dtype(job.dtype) && job.shape <= frame::kLastShape &&
-         frame::shape_fits(static_cast<frame::Dtype>(job.dtype),
-                           static_cast<frame::Shape>(job.shape)) &&
+  return frame::is_dtype(job.dtype) && job.layout <= frame::kLastLayout &&
+         frame::layout_fits(static_cast<frame::Dtype>(job.dtype),
+                            static_cast<frame::Layout>(job.layout)) &&
          is_tensor(job.input, job.elements, job.dtype) && job.profile <= MEMSWAP_FAST &&
          is_area(job.frame, frame::kAlignmentBytes) &&
          job.var_capacity <= UINT64_MAX / frame::kUnitBytes / 2 &&
@@ -60,7 +60,7 @@ inline bool is_valid(const memswap_decode_job& job) {
   return frame::is_dtype(job.dtype) && is_tensor(job.output, job.elements, job.dtype) &&
          is_area(job.frame, frame::kAlignmentBytes) && is_area(job.status, alignof(uint32_t)) &&
          is_aligned(job.overflow, frame::kUnitBytes) &&
-         job.overflow_capacity <= frame::kMaxBaseUnits && job.shape_hint <= frame::kLastShape + 1;
+         job.overflow_capacity <= frame::kMaxBaseUnits && job.layout_hint <= frame::kLastLayout + 1;
 }
 
 // Whether a call may start: there are jobs where some were promised, and all are possible.

@@ -27,11 +27,11 @@ typedef struct memswap_encode_job {
   const void* input;          /* `elements` elements; aligned to their width */
   uint64_t elements;          /* 0 .. 2^41 */
   uint8_t dtype;              /* memswap::frame::Dtype */
-  uint8_t shape;              /* memswap::frame::Shape that fits the dtype */
+  uint8_t layout;             /* memswap::frame::Layout that fits the dtype */
   uint8_t profile;            /* memswap_profile */
   uint8_t center;             /* fast profile: center_sum / blocks of an earlier frame */
   uint8_t checksum;           /* 1: write checksums */
-  void* frame;                /* 128-byte aligned; Layout::bytes(var_capacity) bytes */
+  void* frame;                /* 128-byte aligned; Sections::bytes(var_capacity) bytes */
   uint64_t var_capacity;      /* units of 8 bytes */
   void* overflow;             /* 8-byte aligned arena for tiles that do not fit into var, or NULL */
   uint64_t overflow_capacity; /* units, at most 2^31 - 1 */
@@ -51,11 +51,11 @@ typedef struct memswap_decode_job {
   uint64_t elements;          /* what the caller expects; a frame that says otherwise is an error */
   uint8_t dtype;              /* likewise */
   uint8_t verify;             /* 1: compare checksums, where the frame has them */
-  uint8_t shape_hint; /* 0: unknown; else 1 + the memswap::frame::Shape that the frame should
+  uint8_t layout_hint; /* 0: unknown; else 1 + the memswap::frame::Layout that the frame should
                          have: where that decides on a kernel, one launch instead of two. A
-                         frame of another shape may then be an error (kBadHeader) */
-  uint32_t* status;   /* memswap::frame::Status bits are OR-ed into it; the output is
-                         meaningless unless it stays 0 */
+                         frame of another layout may then be an error (kBadHeader) */
+  uint32_t* status;    /* memswap::frame::Status bits are OR-ed into it; the output is
+                          meaningless unless it stays 0 */
 } memswap_decode_job;
 
 /* Runs task(context, i) for every i in 0..count-1, on any threads, and returns when all ended. */
@@ -97,7 +97,7 @@ typedef struct memswap_codec {
 
 /* Codes that every backend shares; others are the device runtime's own. */
 #define MEMSWAP_CODEC_OK 0
-#define MEMSWAP_CODEC_BAD_ARGUMENT (-1) /* misaligned or null pointer, shape that does not fit */
+#define MEMSWAP_CODEC_BAD_ARGUMENT (-1) /* misaligned or null pointer, layout that does not fit */
 #define MEMSWAP_CODEC_NOT_SUPPORTED (-2)
 
 /* The backends that this library was built with. */

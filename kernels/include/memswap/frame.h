@@ -77,7 +77,7 @@ enum class Dtype : uint8_t {
 inline constexpr uint8_t kLastDtype = 19;
 
 // How a frame lays its elements out.
-enum class Shape : uint8_t {
+enum class Layout : uint8_t {
   kDense = 0,   // floats: exponents coded, the rest at fixed addresses
   kSparse = 1,  // floats with many zeros: zero-compacted
   kBits = 2,    // one-byte elements that are 0 or 1
@@ -85,7 +85,7 @@ enum class Shape : uint8_t {
   kRaw = 4,     // as they are
   kUpcast = 5,  // fp32 whose low halves are zero: dense bf16 of the high halves
 };
-inline constexpr uint8_t kLastShape = 5;
+inline constexpr uint8_t kLastLayout = 5;
 
 // How one block is coded.
 enum Mode : uint8_t {
@@ -126,7 +126,7 @@ struct Header {
   uint32_t magic;
   uint16_t version;
   uint8_t dtype;
-  uint8_t shape;
+  uint8_t layout;
   uint8_t flags;
   uint8_t reserved[3];
   uint32_t status;  // written by the encoder's device, like everything from var_used on
@@ -211,7 +211,7 @@ MEMSWAP_HOST_DEVICE constexpr Split split_of(Dtype dtype) {
   }
 }
 
-// Backends have kernels of shapes dense and sparse for these, and for no others.
+// Backends have kernels of layouts dense and sparse for these, and for no others.
 constexpr bool is_float(Dtype dtype) {
   return dtype == Dtype::kBf16 || dtype == Dtype::kFp16 || dtype == Dtype::kFp32 ||
          dtype == Dtype::kE4m3 || dtype == Dtype::kE5m2 || dtype == Dtype::kFp64;
@@ -229,7 +229,7 @@ static_assert(only_floats_have_exponents());
 
 MEMSWAP_HOST_DEVICE constexpr uint32_t width_of(Dtype dtype) { return split_of(dtype).width; }
 
-// Whether integers of this type compare as signed ones (shape ints).
+// Whether integers of this type compare as signed ones (layout ints).
 MEMSWAP_HOST_DEVICE constexpr bool is_signed(Dtype dtype) {
   return dtype == Dtype::kInt8 || dtype == Dtype::kInt16 || dtype == Dtype::kInt32 ||
          dtype == Dtype::kInt64;
@@ -240,49 +240,49 @@ MEMSWAP_HOST_DEVICE constexpr uint32_t rest_bytes(const Split& split) {
   return kBlockElements * split.byte_planes + kBlockElements / 8 * split.rest_bits;
 }
 
-MEMSWAP_HOST_DEVICE constexpr bool shape_fits(Dtype dtype, Shape shape) {
-  switch (shape) {
-    case Shape::kDense:
-    case Shape::kSparse:
+MEMSWAP_HOST_DEVICE constexpr bool layout_fits(Dtype dtype, Layout layout) {
+  switch (layout) {
+    case Layout::kDense:
+    case Layout::kSparse:
       return split_of(dtype).exponent_bits != 0;
-    case Shape::kBits:
+    case Layout::kBits:
       return width_of(dtype) == 1;
-    case Shape::kUpcast:
+    case Layout::kUpcast:
       return dtype == Dtype::kFp32;
-    case Shape::kInts:
-    case Shape::kRaw:
+    case Layout::kInts:
+    case Layout::kRaw:
       return true;
   }
   return false;
 }
 
-MEMSWAP_HOST_DEVICE constexpr uint32_t slab_bytes(Dtype dtype, Shape shape) {
-  switch (shape) {
-    case Shape::kDense:
+MEMSWAP_HOST_DEVICE constexpr uint32_t slab_bytes(Dtype dtype, Layout layout) {
+  switch (layout) {
+    case Layout::kDense:
       return rest_bytes(split_of(dtype)) + kLowPlaneBytes;
-    case Shape::kUpcast:
+    case Layout::kUpcast:
       return rest_bytes(split_of(Dtype::kBf16)) + kLowPlaneBytes;
-    case Shape::kSparse:
-    case Shape::kBits:
-    case Shape::kInts:
+    case Layout::kSparse:
+    case Layout::kBits:
+    case Layout::kInts:
       return 0;
-    case Shape::kRaw:
+    case Layout::kRaw:
       return kBlockElements * width_of(dtype);
   }
   return 0;
 }
 
 // Longest payload of one block, units. Nothing that an encoder writes is longer.
-MEMSWAP_HOST_DEVICE constexpr uint32_t max_payload_units(Dtype dtype, Shape shape) {
+MEMSWAP_HOST_DEVICE constexpr uint32_t max_payload_units(Dtype dtype, Layout layout) {
   const uint32_t block = kBlockElements * width_of(dtype);
-  if (shape == Shape::kDense) {
+  if (layout == Layout::kDense) {
     return kBlockElements / 8 * (split_of(dtype).exponent_bits - 2) / kUnitBytes;
   }
-  return (block - slab_bytes(dtype, shape)) / kUnitBytes;
+  return (block - slab_bytes(dtype, layout)) / kUnitBytes;
 }
 
 // Where a frame's sections are.
-struct Layout {
+struct Sections {
   uint64_t elements;
   uint32_t blocks;
   uint32_t tiles;
@@ -301,34 +301,34 @@ struct Layout {
   }
 };
 
-// Needs shape_fits(dtype, shape) and elements <= kMaxElements.
-MEMSWAP_HOST_DEVICE constexpr Layout layout_of(Dtype dtype, Shape shape, uint64_t elements) {
-  Layout layout{};
-  layout.elements = elements;
-  layout.blocks = static_cast<uint32_t>((elements + kBlockElements - 1) / kBlockElements);
-  layout.tiles = (layout.blocks + kTileBlocks - 1) / kTileBlocks;
-  layout.slab_bytes = slab_bytes(dtype, shape);
-  layout.max_payload_units = max_payload_units(dtype, shape);
-  layout.slabs = kHeaderBytes;
-  layout.records = layout.slabs + uint64_t{layout.blocks} * layout.slab_bytes;
-  layout.var = layout.records + uint64_t{layout.tiles} * kRecordBytes;
-  return layout;
+// Needs layout_fits(dtype, layout) and elements <= kMaxElements.
+MEMSWAP_HOST_DEVICE constexpr Sections sections_of(Dtype dtype, Layout layout, uint64_t elements) {
+  Sections sections{};
+  sections.elements = elements;
+  sections.blocks = static_cast<uint32_t>((elements + kBlockElements - 1) / kBlockElements);
+  sections.tiles = (sections.blocks + kTileBlocks - 1) / kTileBlocks;
+  sections.slab_bytes = slab_bytes(dtype, layout);
+  sections.max_payload_units = max_payload_units(dtype, layout);
+  sections.slabs = kHeaderBytes;
+  sections.records = sections.slabs + uint64_t{sections.blocks} * sections.slab_bytes;
+  sections.var = sections.records + uint64_t{sections.tiles} * kRecordBytes;
+  return sections;
 }
 
-// Whether blocks of this mode may stand in a frame of this shape.
-MEMSWAP_HOST_DEVICE constexpr bool mode_fits(Dtype dtype, Shape shape, uint32_t mode) {
-  switch (shape) {
-    case Shape::kDense:
+// Whether blocks of this mode may stand in a frame of this layout.
+MEMSWAP_HOST_DEVICE constexpr bool mode_fits(Dtype dtype, Layout layout, uint32_t mode) {
+  switch (layout) {
+    case Layout::kDense:
       return mode >= kLq2 && mode < kFw2 + split_of(dtype).exponent_bits - 1u;
-    case Shape::kUpcast:
+    case Layout::kUpcast:
       return mode >= kLq2 && mode <= kLiteral;
-    case Shape::kSparse:
+    case Layout::kSparse:
       return mode == kZeros || mode == kSignedZeros || mode == kLiteral;
-    case Shape::kBits:
+    case Layout::kBits:
       return mode == kBitmap || mode == kLiteral;
-    case Shape::kInts:
+    case Layout::kInts:
       return mode == kReference || mode == kLiteral;
-    case Shape::kRaw:
+    case Layout::kRaw:
       return mode == kLiteral;
   }
   return false;
@@ -340,31 +340,32 @@ MEMSWAP_HOST_DEVICE constexpr bool has_bitmap(uint32_t mode) {
 }
 
 // Whether a record may say this of a block: its mode, its payload's size and the packed bit.
-MEMSWAP_HOST_DEVICE constexpr bool block_fits(Dtype dtype, Shape shape, uint16_t block) {
+MEMSWAP_HOST_DEVICE constexpr bool block_fits(Dtype dtype, Layout layout, uint16_t block) {
   const uint32_t mode = Record::mode(block);
-  return mode_fits(dtype, shape, mode) && Record::units(block) <= max_payload_units(dtype, shape) &&
+  return mode_fits(dtype, layout, mode) &&
+         Record::units(block) <= max_payload_units(dtype, layout) &&
          (!Record::packed(block) || has_bitmap(mode));
 }
 
-// The layout of the frame in `frame_bytes` bytes behind `header`, if header and sizes are possible
-// and agree. `overflow_units`: capacity of the arena that the frame may point into.
+// The sections of the frame in `frame_bytes` bytes behind `header`, if header and sizes are
+// possible and agree. `overflow_units`: capacity of the arena that the frame may point into.
 MEMSWAP_HOST_DEVICE constexpr bool validate(const Header& header, uint64_t frame_bytes,
-                                            uint64_t overflow_units, Layout* layout) {
+                                            uint64_t overflow_units, Sections* sections) {
   if (frame_bytes < kHeaderBytes || header.magic != kMagic || header.version != kVersion ||
-      !is_dtype(header.dtype) || header.shape > kLastShape || header.elements > kMaxElements ||
+      !is_dtype(header.dtype) || header.layout > kLastLayout || header.elements > kMaxElements ||
       (header.flags & ~(kOrdered | kChecked)) != 0 || header.reserved[0] != 0 ||
       header.reserved[1] != 0 || header.reserved[2] != 0 || header.status != kOk) {
     return false;
   }
   const Dtype dtype = static_cast<Dtype>(header.dtype);
-  const Shape shape = static_cast<Shape>(header.shape);
-  if (!shape_fits(dtype, shape)) {
+  const Layout layout = static_cast<Layout>(header.layout);
+  if (!layout_fits(dtype, layout)) {
     return false;
   }
-  *layout = layout_of(dtype, shape, header.elements);
-  return header.blocks == layout->blocks && header.slab_bytes == layout->slab_bytes &&
-         layout->var <= frame_bytes &&
-         header.var_capacity <= (frame_bytes - layout->var) / kUnitBytes &&
+  *sections = sections_of(dtype, layout, header.elements);
+  return header.blocks == sections->blocks && header.slab_bytes == sections->slab_bytes &&
+         sections->var <= frame_bytes &&
+         header.var_capacity <= (frame_bytes - sections->var) / kUnitBytes &&
          header.var_used <= header.var_capacity && header.overflow_used <= overflow_units;
 }
 

@@ -18,7 +18,7 @@ namespace memswap {
 namespace {
 
 using c10::ScalarType;
-using frame::Shape;
+using frame::Layout;
 
 constexpr int64_t kMebibyte = 1 << 20;
 constexpr int64_t kElements = kMebibyte / 2;  // of two bytes
@@ -39,7 +39,7 @@ FrameFacts facts(double ratio) {
   found.elements = kElements;
   found.blocks = found.lq2_blocks = kBlocks;
   found.center_sum = kBlocks * 130;
-  found.layout = static_cast<uint8_t>(Shape::kDense);
+  found.layout = static_cast<uint8_t>(Layout::kDense);
   return found;
 }
 
@@ -63,12 +63,14 @@ FrameFacts facts_of_flat(double ratio) {
   return found;
 }
 
-frame::Layout layout_of(ScalarType dtype, Shape shape, uint64_t elements) {
-  return checked_layout(static_cast<int64_t>(frame_dtype(dtype)), static_cast<int64_t>(shape),
-                        elements);
+frame::Sections sections_of(ScalarType dtype, Layout layout, uint64_t elements) {
+  return checked_sections(static_cast<int64_t>(frame_dtype(dtype)), static_cast<int64_t>(layout),
+                          elements);
 }
 
-Shape shape_of(const Expectation& expected) { return static_cast<Shape>(*expected.options.shape); }
+Layout layout_of(const Expectation& expected) {
+  return static_cast<Layout>(*expected.options.layout);
+}
 int64_t capacity_of(const Expectation& expected) {
   return static_cast<int64_t>(*expected.options.var_capacity);
 }
@@ -105,33 +107,33 @@ class TensorsInHostMemory : public KnownTensors {
   TensorsInHostMemory() : KnownTensors({.worst_case = true}) {}
 };
 
-TEST_F(KnownTensors, TheFirstFrameHasTheShapeOfItsDtypeAndACapacityThatALayoutCanHave) {
-  const std::vector<std::pair<ScalarType, Shape>> all = {
-      {ScalarType::BFloat16, Shape::kDense},      {ScalarType::Half, Shape::kDense},
-      {ScalarType::Float, Shape::kDense},         {ScalarType::Double, Shape::kDense},
-      {ScalarType::Float8_e4m3fn, Shape::kDense}, {ScalarType::ComplexFloat, Shape::kDense},
-      {ScalarType::Bool, Shape::kBits},           {ScalarType::Byte, Shape::kInts},
-      {ScalarType::Long, Shape::kInts},
+TEST_F(KnownTensors, TheFirstFrameHasTheLayoutOfItsDtypeAndACapacityThatALayoutCanHave) {
+  const std::vector<std::pair<ScalarType, Layout>> all = {
+      {ScalarType::BFloat16, Layout::kDense},      {ScalarType::Half, Layout::kDense},
+      {ScalarType::Float, Layout::kDense},         {ScalarType::Double, Layout::kDense},
+      {ScalarType::Float8_e4m3fn, Layout::kDense}, {ScalarType::ComplexFloat, Layout::kDense},
+      {ScalarType::Bool, Layout::kBits},           {ScalarType::Byte, Layout::kInts},
+      {ScalarType::Long, Layout::kInts},
   };
-  for (const auto& [dtype, shape] : all) {
+  for (const auto& [dtype, layout] : all) {
     const Expectation first = known.of(tensor(0, kMebibyte, dtype));
     EXPECT_TRUE(first.pays && !first.trial) << dtype;
     EXPECT_EQ(first.options.dtype, static_cast<uint8_t>(frame_dtype(dtype))) << dtype;
-    EXPECT_EQ(shape_of(first), shape) << dtype;
+    EXPECT_EQ(layout_of(first), layout) << dtype;
     const uint64_t elements = kMebibyte / frame::width_of(frame_dtype(dtype));
-    EXPECT_LE(*first.options.var_capacity, layout_of(dtype, shape, elements).max_var_units())
+    EXPECT_LE(*first.options.var_capacity, sections_of(dtype, layout, elements).max_var_units())
         << dtype;
   }
 }
 
-TEST(Expectations, EveryDtypeOfTorchsHasAWidthAndAShapeThatTheFormatKnows) {
+TEST(Expectations, EveryDtypeOfTorchsHasAWidthAndALayoutThatTheFormatKnows) {
   for (int number = 0; number < static_cast<int>(ScalarType::Undefined); ++number) {
     const auto dtype = static_cast<ScalarType>(number);
     const size_t width = c10::elementSize(dtype) / (c10::isComplexType(dtype) ? 2 : 1);
     EXPECT_EQ(frame::width_of(frame_dtype(dtype)), width) << dtype;
-    const frame::Layout first = layout_of(dtype, first_layout(frame_dtype(dtype)), 4096);
+    const frame::Sections first = sections_of(dtype, first_layout(frame_dtype(dtype)), 4096);
     EXPECT_GT(first.bytes(first.max_var_units()), 0u) << dtype;
-    const frame::Layout raw = layout_of(dtype, Shape::kRaw, 4096);
+    const frame::Sections raw = sections_of(dtype, Layout::kRaw, 4096);
     EXPECT_EQ(raw.max_var_units(), 0u) << dtype;
     EXPECT_NEAR(static_cast<double>(raw.var), 4096.0 * static_cast<double>(width), 1024) << dtype;
   }
@@ -149,7 +151,7 @@ TEST_F(KnownTensors, TheFirstMaskGetsWhatABitmapTakesAndTheNextWhatWasNeeded) {
   const int64_t first = capacity_of(learn(found, mask));
   const double units = kMebibyte * 1.1 / 64;
   EXPECT_NEAR(static_cast<double>(first), units, 0.01 * units);
-  EXPECT_LT(first * 7, layout_of(mask.dtype, Shape::kBits, kMebibyte).max_var_units());
+  EXPECT_LT(first * 7, sections_of(mask.dtype, Layout::kBits, kMebibyte).max_var_units());
   EXPECT_LT(capacity_of(known.of(mask)) * 3, first);
 }
 
@@ -167,7 +169,8 @@ TEST_F(KnownTensors, ACapacityFollowsTheLastFrameWithAMarginAndSizesAreKnownFrom
 }
 
 TEST_F(KnownTensors, ACapacityIsNeverMoreThanTheWorstCase) {
-  const uint64_t worst = layout_of(ScalarType::BFloat16, Shape::kDense, kElements).max_var_units();
+  const uint64_t worst =
+      sections_of(ScalarType::BFloat16, Layout::kDense, kElements).max_var_units();
   learn(facts(0.9, worst));
   EXPECT_EQ(capacity_of(known.of(tensor())), static_cast<int64_t>(worst));
 }
@@ -217,42 +220,42 @@ TEST_F(KnownTensors, WhatCannotShrinkIsNeverTried) {
 
 TEST_F(KnownTensors, ZerosTurnADenseFrameSparseAndBack) {
   learn(facts(0.67, 0, kElements / 10));
-  EXPECT_EQ(shape_of(known.of(tensor())), Shape::kDense);
+  EXPECT_EQ(layout_of(known.of(tensor())), Layout::kDense);
   learn(facts(0.8, 9000, kElements / 2));
   const Expectation sparse = known.of(tensor());
-  EXPECT_EQ(shape_of(sparse), Shape::kSparse);
+  EXPECT_EQ(layout_of(sparse), Layout::kSparse);
   const double units = kElements * (1 + 0.5 * 11.5) * 1.1 / 64;  // the bitmap, and the survivors
   EXPECT_NEAR(static_cast<double>(capacity_of(sparse)), units, 0.01 * units);
   known.learn(sparse, facts(0.4, 40'000, kElements / 2));
-  EXPECT_EQ(shape_of(known.of(tensor())), Shape::kSparse);
+  EXPECT_EQ(layout_of(known.of(tensor())), Layout::kSparse);
   EXPECT_NEAR(static_cast<double>(capacity_of(known.of(tensor()))), 44'000, 20);
   learn(facts(0.7, 70'000));
-  EXPECT_EQ(shape_of(known.of(tensor())), Shape::kDense);
+  EXPECT_EQ(layout_of(known.of(tensor())), Layout::kDense);
 }
 
 TEST_F(KnownTensors, ZerosAreTriedEvenWhereTheDenseFrameDidNotShrink) {
   learn(facts(1.0, 0, kElements / 2));
   const Expectation next = known.of(tensor());
   EXPECT_TRUE(next.pays);
-  EXPECT_EQ(shape_of(next), Shape::kSparse);
+  EXPECT_EQ(layout_of(next), Layout::kSparse);
 }
 
 TEST_F(KnownTensors, FloatsThatWereBfloat16AreFoundByATrialThatCostsLittle) {
   for (int number = 0; number < 3; ++number) {
-    EXPECT_EQ(shape_of(learn(facts_of_floats(0.83), kFloats)), Shape::kDense)
+    EXPECT_EQ(layout_of(learn(facts_of_floats(0.83), kFloats)), Layout::kDense)
         << "no trial before there are bytes for it";
   }
   encode_others(1);
   const Expectation trial = known.of(kFloats);
   EXPECT_TRUE(trial.trial);
-  EXPECT_EQ(shape_of(trial), Shape::kUpcast);
+  EXPECT_EQ(layout_of(trial), Layout::kUpcast);
   const Expectation again = known.settled(trial);
   EXPECT_FALSE(again.trial);
-  EXPECT_EQ(shape_of(again), Shape::kDense);
+  EXPECT_EQ(layout_of(again), Layout::kDense);
   known.learn(trial, facts_of_floats(0.34));
   const Expectation next = known.of(kFloats);
   EXPECT_FALSE(next.trial);
-  EXPECT_EQ(shape_of(next), Shape::kUpcast);
+  EXPECT_EQ(layout_of(next), Layout::kUpcast);
 }
 
 TEST_F(KnownTensors, ATrialThatFailedChangesNothingAndIsNotRepeatedAtOnce) {
@@ -261,7 +264,7 @@ TEST_F(KnownTensors, ATrialThatFailedChangesNothingAndIsNotRepeatedAtOnce) {
   EXPECT_TRUE(learn(facts_of_floats(1.0, 100'000), kFloats).trial);
   for (int64_t number = 0; number < kRetryAfter - 2; ++number) {
     const Expectation following = known.of(kFloats);
-    EXPECT_EQ(shape_of(following), Shape::kDense);
+    EXPECT_EQ(layout_of(following), Layout::kDense);
     EXPECT_NEAR(static_cast<double>(capacity_of(following)), 1006.5, 0.5);
   }
 }
@@ -289,9 +292,9 @@ TEST_F(KnownTensors, AConstantOfFloatsIsTriedAsIntegers) {
   encode_others(1);
   const Expectation trial = known.of(tensor());
   EXPECT_TRUE(trial.trial);
-  EXPECT_EQ(shape_of(trial), Shape::kInts);
+  EXPECT_EQ(layout_of(trial), Layout::kInts);
   known.learn(trial, facts(0.005));
-  EXPECT_EQ(shape_of(known.of(tensor())), Shape::kInts);
+  EXPECT_EQ(layout_of(known.of(tensor())), Layout::kInts);
 }
 
 TEST_F(KnownTensors, OneCentreIsUsedOnAnAcceleratorWhileItServes) {
@@ -329,24 +332,25 @@ TEST_F(TensorsInHostMemory, EveryFrameGetsItsWorstCaseAndTheCanonicalProfile) {
   EXPECT_TRUE(canonical(known.of(tensor())));
 }
 
-TEST_F(TensorsInHostMemory, ASampleChoosesTheFirstShapeAndThoseAfterAChange) {
-  const auto of_shape = [](double ratio, Shape shape) {
+TEST_F(TensorsInHostMemory, ASampleChoosesTheFirstLayoutAndThoseAfterAChange) {
+  const auto of_layout = [](double ratio, Layout layout) {
     FrameFacts found = facts(ratio);
-    found.layout = static_cast<uint8_t>(shape);
+    found.layout = static_cast<uint8_t>(layout);
     return found;
   };
-  const Expectation first = learn(of_shape(0.33, Shape::kSparse));
-  EXPECT_TRUE(first.pays && !first.options.shape);
-  EXPECT_EQ(shape_of(learn(of_shape(0.34, Shape::kSparse))), Shape::kSparse);
-  EXPECT_EQ(shape_of(learn(of_shape(0.60, Shape::kSparse))), Shape::kSparse) << "a little longer";
-  EXPECT_FALSE(learn(of_shape(0.50, Shape::kDense)).options.shape) << "it is another tensor now";
-  EXPECT_EQ(shape_of(known.of(tensor())), Shape::kDense);
+  const Expectation first = learn(of_layout(0.33, Layout::kSparse));
+  EXPECT_TRUE(first.pays && !first.options.layout);
+  EXPECT_EQ(layout_of(learn(of_layout(0.34, Layout::kSparse))), Layout::kSparse);
+  EXPECT_EQ(layout_of(learn(of_layout(0.60, Layout::kSparse))), Layout::kSparse)
+      << "a little longer";
+  EXPECT_FALSE(learn(of_layout(0.50, Layout::kDense)).options.layout) << "it is another tensor now";
+  EXPECT_EQ(layout_of(known.of(tensor())), Layout::kDense);
 }
 
-TEST_F(TensorsInHostMemory, ASampleChoosesTheShapeAnewNowAndThen) {
+TEST_F(TensorsInHostMemory, ASampleChoosesTheLayoutAnewNowAndThen) {
   std::vector<int64_t> sampled;
   for (int64_t number = 1; number <= 2 * kRetryAfter; ++number) {
-    if (!learn(facts(0.5)).options.shape) {
+    if (!learn(facts(0.5)).options.layout) {
       sampled.push_back(number);
     }
   }
@@ -410,7 +414,7 @@ TEST_F(KnownTensors, AFrameNeverGetsMoreThanAPlanHasForIt) {
   learn(facts(0.7, 40'000));
   const int64_t held = known.sizes(tensor())->held;
   const auto fixed =
-      static_cast<int64_t>(layout_of(ScalarType::BFloat16, Shape::kDense, kElements).var);
+      static_cast<int64_t>(sections_of(ScalarType::BFloat16, Layout::kDense, kElements).var);
   for (const int64_t most : {held + 1000, held, held - 80'000}) {
     const Expectation found = known.of(tensor(), most);
     EXPECT_TRUE(found.pays);
@@ -423,10 +427,10 @@ TEST(Expectations, WhatIsSetAsideIsTheWorstCaseBeyondTheCapacity) {
   Expectations known({.spare_tiles = 1}, {});
   known.learn(known.of(tensor()), facts(0.7, 40'000));
   const FrameSizes sizes = *known.sizes(tensor());
-  const frame::Layout layout = layout_of(ScalarType::BFloat16, Shape::kDense, kElements);
-  const uint64_t most = layout.max_var_units();
-  const uint64_t tile = 8 * (most / layout.blocks);
-  EXPECT_EQ(static_cast<uint64_t>(sizes.held + sizes.overflow), layout.bytes(most + tile));
+  const frame::Sections sections = sections_of(ScalarType::BFloat16, Layout::kDense, kElements);
+  const uint64_t most = sections.max_var_units();
+  const uint64_t tile = 8 * (most / sections.blocks);
+  EXPECT_EQ(static_cast<uint64_t>(sizes.held + sizes.overflow), sections.bytes(most + tile));
 }
 
 TEST(Expectations, APlannerReadsSizesWhileTensorsLeave) {

@@ -45,11 +45,11 @@ struct Given : Transfers::Opener {
   const std::shared_ptr<FrameSender> frames;
 };
 
-// A codec without room, which notes the shapes that it was asked for.
+// A codec without room, which notes the layouts that it was asked for.
 class FullCodec final : public CodecLane {
  public:
   std::optional<Encoding> encode(StorageRefPtr, const FrameOptions& options) override {
-    asked.push_back(*options.shape);
+    asked.push_back(*options.layout);
     return refuse("no room at all");
   }
   std::optional<Encoding> encode_to(StorageRefPtr storage, const FrameOptions& options,
@@ -159,8 +159,8 @@ TEST_F(SentBy, ATrialWithoutRoomIsAskedForInTheLayoutThatIsKnown) {
       transfers->send(Form::kFrame, storage_of(at::zeros({kTensorBytes}, at::kByte)), floats));
   EXPECT_STREQ(full.reason, FrameForm::kShortOf);
   EXPECT_EQ(full.why, "no room at all");
-  EXPECT_EQ(codec->asked, (std::vector{static_cast<uint8_t>(frame::Shape::kInts),
-                                       static_cast<uint8_t>(frame::Shape::kDense)}));
+  EXPECT_EQ(codec->asked, (std::vector{static_cast<uint8_t>(frame::Layout::kInts),
+                                       static_cast<uint8_t>(frame::Layout::kDense)}));
   EXPECT_EQ(transfers->awaited_reports(), 0u);
 }
 

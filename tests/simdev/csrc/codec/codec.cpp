@@ -62,9 +62,9 @@ size_t raw_bytes(uint8_t dtype, uint64_t elements) {
 Spans spans_of(const memswap_encode_job& job) {
   Spans spans;
   spans.read(job.input, raw_bytes(job.dtype, job.elements));
-  const auto layout = frame::layout_of(static_cast<frame::Dtype>(job.dtype),
-                                       static_cast<frame::Shape>(job.shape), job.elements);
-  spans.write(job.frame, layout.bytes(job.var_capacity));
+  const auto sections = frame::sections_of(static_cast<frame::Dtype>(job.dtype),
+                                           static_cast<frame::Layout>(job.layout), job.elements);
+  spans.write(job.frame, sections.bytes(job.var_capacity));
   if (job.overflow) {
     spans.read(job.overflow_cursor, sizeof(uint64_t));
     spans.read(job.overflow, sizeof(uint64_t));
