@@ -8,8 +8,6 @@ out.
 
 from __future__ import annotations
 
-import statistics
-import time
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -19,8 +17,15 @@ from common import make_parser, write_result
 
 import memswap
 from memswap import codec
-from memswap._native import native
-from memswap.cli.bench.layouts import DTYPES, FLOATS, INTEGERS, chosen_for, kinds_of, sizes_of
+from memswap.cli.bench.layouts import (
+    DTYPES,
+    FLOATS,
+    INTEGERS,
+    chosen_for,
+    cost_of_choosing,
+    kinds_of,
+    sizes_of,
+)
 
 COST_BYTES = 64 << 20
 #: Of which the cost is told, by preference: of others it is much the same.
@@ -42,25 +47,9 @@ class Row:
 
 
 def cost_of(tensor: torch.Tensor, chosen: codec.LayoutName, rounds: int) -> float:
-    """Choosing a layout for 64 MiB of these blocks over encoding them."""
+    """Of 64 MiB of these blocks."""
     large = tensor.flatten().repeat(max(1, COST_BYTES // tensor.nbytes))
-    code = native.dtype_code(large.dtype)
-
-    def seconds(work: Callable[[], object]) -> float:
-        began = time.thread_time()
-        work()
-        return time.thread_time() - began
-
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        return statistics.median(
-            seconds(lambda: native.choose_layout(large, code))
-            / seconds(lambda: memswap.encode(large, layout=chosen))
-            for _ in range(rounds)
-        )
-    finally:
-        torch.set_num_threads(threads)
+    return cost_of_choosing(large, chosen, rounds)
 
 
 def measure(dtype: torch.dtype, rounds: int) -> list[Row]:

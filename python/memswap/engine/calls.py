@@ -24,7 +24,7 @@ _RUNS_A_CALL = nn.Module._call_impl.__code__
 
 def current_call() -> FrameType | None:
     """The innermost call of a module on this thread's stack; None outside of modules."""
-    frame: FrameType | None = sys._getframe(2)  # that of who asks is none
+    frame: FrameType | None = sys._getframe(1)
     name, file = _RUNS_A_CALL.co_name, _RUNS_A_CALL.co_filename
     while frame is not None:
         code = frame.f_code

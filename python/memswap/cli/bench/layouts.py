@@ -6,6 +6,8 @@ right for each of them, whatever a model has learnt. Seeds are fixed; all tensor
 
 from __future__ import annotations
 
+import statistics
+import time
 from collections.abc import Callable
 
 import torch
@@ -136,3 +138,30 @@ def chosen_for(tensor: torch.Tensor) -> codec.LayoutName:
     code = native.dtype_code(tensor.dtype)
     chosen = codec.Layout(native.choose_layout(tensor.flatten(), code)).name.lower()
     return next(name for name in layouts_of(tensor.dtype) if name == chosen)
+
+
+def cost_of_choosing(tensor: torch.Tensor, layout: codec.LayoutName, rounds: int) -> float:
+    """Choosing a tensor's layout over encoding it in ``layout``, in one thread's own time.
+
+    Args:
+        tensor: best of many MiB, on the CPU.
+        layout: that of the encodes.
+        rounds: that alternate; their median is returned.
+    """
+    code = native.dtype_code(tensor.dtype)
+
+    def seconds(work: Callable[[], object]) -> float:
+        began = time.thread_time()
+        work()
+        return time.thread_time() - began
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        return statistics.median(
+            seconds(lambda: native.choose_layout(tensor, code))
+            / seconds(lambda: codec.encode(tensor, layout=layout))
+            for _ in range(rounds)
+        )
+    finally:
+        torch.set_num_threads(threads)
