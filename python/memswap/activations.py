@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
+from weakref import ref
 
 import torch
 from torch import nn
@@ -494,10 +495,12 @@ def _device_budget(
     devices = [one for one in found if one.type != "meta"]
     if not devices:
         raise ValueError(f"manage(budget={budget!r}): these modules have no parameters on a device")
+    # A graph leads to the account, by its engine, and a module may hold that graph.
+    alive = [ref(root) for root in roots]
     return DeviceBudget(
         budget,
         devices[0],
-        lambda: persistent_tensors(roots),
+        lambda: persistent_tensors(root for one in alive if (root := one()) is not None),
         optimizer,
         lambda one, room: manage_optimizer(one, pool=pool, room=room),
     )

@@ -418,12 +418,20 @@ class Holds(nn.Module):
         return self.held * x
 
 
+@pytest.mark.parametrize("backward", [False, True], ids=["forward alone", "with backward"])
 @pytest.mark.parametrize(
     "door",
-    [memswap.manage, memswap.chain, partial(memswap.manage, budget="60%")],
-    ids=["manage", "chain", "budget"],
+    [
+        memswap.manage,
+        memswap.chain,
+        partial(memswap.manage, budget="60%"),
+        partial(memswap.manage, budget="device:90%"),
+    ],
+    ids=["manage", "chain", "budget", "device budget"],
 )
-def test_a_layer_that_holds_its_graph_goes_and_with_it_what_has_left(device, new_pool, door):
+def test_a_layer_that_holds_its_graph_goes_and_with_it_what_has_left(
+    device, new_pool, door, backward
+):
     """No backward takes the graph down, and Python's collector does not look into it."""
     layers = nn.ModuleList([Holds() for _ in range(3)]).to(device)
     x, pool = torch.linspace(-1, 1, 640, device=device).view(10, 64), new_pool()
@@ -431,6 +439,8 @@ def test_a_layer_that_holds_its_graph_goes_and_with_it_what_has_left(device, new
     for layer in layers:
         x = layer(x)
     assert manager.stats().moved_storages > 0
+    if backward:
+        x.sum().backward()
     gone = weakref.ref(layers[0])
     del layers, layer, manager, x
     collect()
