@@ -288,6 +288,36 @@ def test_a_model_trains_as_its_layers_do(device, new_pool):
     assert moved[0] == moved[1]
 
 
+@pytest.mark.parametrize("how", ["script", "trace"])
+def test_a_model_with_modules_that_torch_jit_has_compiled_trains(device, new_pool, how):
+    """Inside of blocks, and beside them."""
+
+    def compiled(module):
+        example = torch.ones(2, 16)
+        return torch.jit.script(module) if how == "script" else torch.jit.trace(module, example)
+
+    model, x = new_stack(device), new_input(device)
+    for layer in model.layers:
+        layer.down = nn.Sequential(
+            layer.down, compiled(nn.Sequential(nn.Linear(16, 16), nn.SiLU()))
+        )
+    model.to(device)
+    model.beside = compiled(nn.Linear(16, 16)).to(device)
+
+    def loss():
+        return model(x) + model.beside(x).mean()
+
+    for _ in range(3):  # torch.jit compiles anew after its first calls
+        expected = train_step(model, loss)
+    pool = new_pool()
+    manager = memswap.manage(model, EVERYTHING, pool=pool)
+    assert len(manager.units) == len(model.layers)
+    for _ in range(3):
+        assert_same_gradients(train_step(model, loss), expected)
+    model.zero_grad(set_to_none=True)
+    assert_released(manager, pool)
+
+
 class Heads(nn.Module):
     """Calls its first layer again, with nothing that the forward has computed for gradients."""
 

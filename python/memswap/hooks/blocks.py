@@ -91,7 +91,7 @@ def compiles_what_it_wraps(module: nn.Module) -> bool:
 
 def unwrapped(module: nn.Module) -> nn.Module:
     """What DDP, FSDP, torch.compile, a checkpoint wrapper or PEFT wraps; or the module itself."""
-    while True:
+    while not isinstance(module, torch.jit.ScriptModule):  # whose children are no dict, nor wrapped
         children = module._modules
         wrapped = next((children[name] for name in _WRAPPED if children.get(name)), None)
         base = getattr(module, "get_base_model", None)  # PEFT
@@ -102,6 +102,7 @@ def unwrapped(module: nn.Module) -> nn.Module:
         if not isinstance(wrapped, nn.Module) or wrapped is module:
             return module
         module = wrapped
+    return module
 
 
 def _repeated(module: nn.Module, name: str) -> Iterator[dict[str, nn.Module]]:
