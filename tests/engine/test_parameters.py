@@ -247,3 +247,43 @@ def test_weights_cast_by_autocast_work(device, new_pool):
         assert_same_gradients(train_step(model, loss), expected)
     assert manager.stats().moved_storages > 0
     assert_released(manager, pool)
+
+
+class Listed(nn.Module):
+    """Has its weights in lists, where torch's registry does not see them, and yields them itself.
+
+    As wrappers do that keep what they wrap out of `state_dict`.
+    """
+
+    def __init__(self, device):
+        super().__init__()
+        self.trained = [nn.Parameter(random(device, 8, 8, seed=1))]
+        self.frozen = [nn.Parameter(random(device, 8, 8, seed=2), requires_grad=False)]
+        self.constant = [random(device, 8, 8, seed=3)]
+
+    def parameters(self, recurse=True):
+        yield from (*self.trained, *self.frozen)
+
+    def forward(self, x):
+        for weight in (*self.trained, *self.frozen, *self.constant):
+            x = torch.tanh(x @ weight.t())
+        return x
+
+
+def test_weights_that_no_registry_knows_stay(device, new_pool):
+    """Those that are parameters from the first step on, others once it is seen that they stay."""
+    layer, pool = Listed(device), new_pool()
+
+    def loss():
+        return layer(random(device, 4, 8).requires_grad_() * 2).square().sum()
+
+    expected = train_step(layer, loss)
+    manager = memswap.manage(layer, EVERYTHING, pool=pool, prefetch_bytes=0)
+    assert_same_gradients(train_step(layer, loss), expected)
+    assert manager.stats().kept["parameter"].tensors == 2, "a weight of the module's own moved"
+    for _ in range(3):
+        manager.reset_stats()
+        assert_same_gradients(train_step(layer, loss), expected)
+    assert manager.stats().kept["parameter"].tensors == 2
+    assert "never freed" in manager.stats().kept, "what a module holds leaves in every step"
+    assert_released(manager, pool)

@@ -249,7 +249,12 @@ def records() -> bool:
 def persistent_tensors(modules: Iterable[nn.Module], recurse: bool = True) -> list[torch.Tensor]:
     """Parameters and buffers as they are now (sharding may have replaced them), by their parts.
 
-    Each once. Forwards ask: `nn.Module.parameters` also makes a name for each.
+    Each once, as modules have registered them. A class may yield others by a `parameters` of its
+    own, and is not asked: forwards call this, and such a method may raise (torch's RemoteModule) or
+    do more than answer (a sharded module of memswap's lays its shards out). Nothing is lost by it:
+    a leaf that requires grad and an `nn.Parameter` stay whoever has them (`pack_plain` in
+    csrc/bind/hooks.cpp), and any other tensor that a module holds leaves once, frees nothing, and
+    stays from the next iteration on.
 
     Args:
         modules: whose they are.
