@@ -4,7 +4,6 @@
 // than what a handle does. What is rare stands in python/memswap/engine, whose class of scopes is
 // derived from this one.
 #include <ATen/SequenceNumber.h>
-#include <ATen/record_function.h>
 #include <torch/csrc/autograd/python_variable.h>
 
 #include <new>
@@ -12,6 +11,7 @@
 #include "bind.h"
 #include "engine/batch.h"
 #include "engine/engine.h"
+#include "engine/operator_log.h"
 #include "engine/saved_tensor.h"
 #include "storage/in_flight.h"
 
@@ -318,7 +318,7 @@ void bind_hooks(py::module_& module) {
       });
   scope.attr("pack") =
       owned(PyDescr_NewMethod(reinterpret_cast<PyTypeObject*>(scope.ptr()), &pack_method));
-  module.def("observed", &at::hasCallbacks);
+  module.def("observed", &OperatorLog::others_listen);
 }
 
 }  // namespace memswap

@@ -306,6 +306,12 @@ void OperatorLog::leave() noexcept {
   }
 }
 
+bool OperatorLog::others_listen() {
+  const size_t own = thread_logs.logs.empty() ? 0 : 1;
+  return at::hasGlobalCallbacks() ||
+         at::get_record_function_tls_().sorted_tls_callbacks_.size() > own;
+}
+
 bool OperatorLog::inside() const {
   const auto& logs = thread_logs.logs;
   return std::any_of(logs.begin(), logs.end(),

@@ -186,6 +186,9 @@ class OperatorLog : public std::enable_shared_from_this<OperatorLog> {
   uint64_t moment_of(const OperatorCall& call) const { return call.time() - cleared_at_; }
   size_t size() const;
 
+  // Whether anybody but logs hears of the calling thread's operators, such as a profiler.
+  static bool others_listen();
+
   // The calling thread's operators are nobody's business for as long as this lives.
   class Unobserved {
    public:

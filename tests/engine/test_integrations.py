@@ -27,6 +27,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import memswap
+from memswap.schedules import towers
 
 # --- mixed precision -----------------------------------------------------------------------------
 
@@ -96,7 +97,7 @@ def test_func_grad_over_a_managed_module(device, new_pool):
 
 def test_func_grad_between_steps_of_swapped_modules(device, new_pool, monkeypatch):
     """Nothing is saved there, and nothing that a forward begins with is measured there either."""
-    monkeypatch.setattr(memswap.schedules.towers, "remembered", lambda *place: None)
+    monkeypatch.setattr(towers, "remembered", lambda *place: None)
     model, x = new_stack(device, depth=2), new_input(device)
     expected = torch.func.grad(model)(x)
     with memswap.swap_modules(model, "layers.{*}", policy=EVERYTHING, pool=new_pool("1MiB")):
@@ -303,6 +304,19 @@ def test_the_profiler_shows_each_layer_by_its_name(device, new_pool):
     train_step(model, lambda: model(x))
     manager.remove()
     assert_released(manager, pool)
+
+
+@pytest.mark.cpu_only
+def test_torch_jit_traces_what_it_would_without_recipes(device):
+    """Recipes hear of operators, which is no reason to show layers to a profiler."""
+    model, x = new_stack(device), new_input(device)
+    policy = memswap.Policy(action=memswap.Action.RECOMPUTE, min_bytes=1)
+    with memswap.manage(model, policy) as manager:
+        for _ in range(4):
+            train_step(model, lambda: model(x))
+        assert manager.stats().recipe_runs > 0, "without recipes this shows nothing"
+        traced = torch.jit.trace(model, x)
+    assert "profiler::" not in str(traced.inlined_graph)
 
 
 class Names(TorchDispatchMode):
