@@ -60,22 +60,17 @@ void check_memory(const at::Tensor& tensor, const KnownTensor& expected) {
 
 // All sources, before anything runs: asking for them may need the interpreter.
 void collect(const Step& step, bool in_passing, Given& given) {
-  for (size_t which = 0; which < step.inputs.size(); ++which) {
-    const Step::Input& input = step.inputs[which];
-    if (!input.source) {
-      collect(*input.step, in_passing, given);
-      continue;
-    }
+  each_source(step, [&](const Step::Input& input, const KnownTensor& expected) {
     at::Tensor& tensor = given[&input];
-    if (!tensor.defined()) {
-      const KnownTensor& expected = step.call->inputs()[which].tensor;
-      if (in_passing && expected.view.edited()) {
-        throw TransferError("a tensor that a recipe reads was edited: " + expected.view.describe());
-      }
-      tensor = in_passing ? input.source->look() : input.source->tensor();
-      check_memory(tensor, expected);
+    if (tensor.defined()) {
+      return;
     }
-  }
+    if (in_passing && expected.view.edited()) {
+      throw TransferError("a tensor that a recipe reads was edited: " + expected.view.describe());
+    }
+    tensor = in_passing ? input.source->look() : input.source->tensor();
+    check_memory(tensor, expected);
+  });
 }
 
 // The look that the call had at what another call made.

@@ -47,6 +47,30 @@ struct Step {
 };
 using StepPtr = std::shared_ptr<const Step>;
 
+// Calls `test(input, tensor)` with each source of a recipe, those of its further steps included, in
+// the order in which it reads them, and with the tensor that the source is, until one says false.
+// Whether all said true.
+template <class AnyStep, class Test>
+bool all_sources(AnyStep& step, const Test& test) {
+  for (size_t which = 0; which < step.inputs.size(); ++which) {
+    auto& input = step.inputs[which];
+    if (input.step ? !all_sources(*input.step, test)
+                   : !test(input, step.call->inputs()[which].tensor)) {
+      return false;
+    }
+  }
+  return true;
+}
+
+// The same for something that is done with each of them.
+template <class AnyStep, class Visit>
+void each_source(AnyStep& step, const Visit& visit) {
+  all_sources(step, [&](auto& input, const KnownTensor& tensor) {
+    visit(input, tensor);
+    return true;
+  });
+}
+
 // What a recipe does, in words: "silu(saved)", "mul(cast(parameter), saved)". Equal words at one
 // place of a program mean equal recipes.
 std::string words_of(const Step& step);

@@ -79,21 +79,11 @@ void RecipeForm::join(std::shared_ptr<std::vector<std::weak_ptr<RecipeForm>>> si
   siblings_->push_back(weak_from_this());
 }
 
-namespace {
-
-void listen_to(const Step& step, OperatorLog& log, const std::weak_ptr<EditListener>& listener) {
-  for (size_t which = 0; which < step.inputs.size(); ++which) {
-    if (step.inputs[which].source) {
-      log.listen(step.call->inputs()[which].tensor, listener);
-    } else {
-      listen_to(*step.inputs[which].step, log, listener);
-    }
-  }
+void RecipeForm::listen(OperatorLog& log) {
+  each_source(*step_, [&](const Step::Input&, const KnownTensor& tensor) {
+    log.listen(tensor, weak_from_this());
+  });
 }
-
-}  // namespace
-
-void RecipeForm::listen(OperatorLog& log) { listen_to(*step_, log, weak_from_this()); }
 
 size_t RecipeForm::device_nbytes() const {
   return (settled_.storage ? nbytes_ : 0) + (ready_.storage ? nbytes_ : 0);

@@ -13,23 +13,10 @@ namespace {
 
 // Whether everything that a recipe reads has the version of the call, and parameters their memory.
 bool unchanged(const Step& step) {
-  for (size_t which = 0; which < step.inputs.size(); ++which) {
-    if (step.inputs[which].step) {
-      if (!unchanged(*step.inputs[which].step)) {
-        return false;
-      }
-      continue;
-    }
-    const KnownTensor& tensor = step.call->inputs()[which].tensor;
-    if (tensor.view.edited()) {
-      return false;
-    }
+  return all_sources(step, [](const Step::Input&, const KnownTensor& tensor) {
     const auto held = tensor.storage.lock();
-    if (held && !owns_memory(*held, tensor.view.end())) {
-      return false;
-    }
-  }
-  return true;
+    return !tensor.view.edited() && (!held || owns_memory(*held, tensor.view.end()));
+  });
 }
 
 RecipeShapePtr shape_of(const Step& step) {
@@ -43,14 +30,9 @@ RecipeShapePtr shape_of(const Step& step) {
 // Bytes that are kept for a recipe alone.
 double extra_nbytes(const Step& step) {
   double nbytes = 0;
-  for (size_t which = 0; which < step.inputs.size(); ++which) {
-    const Step::Input& input = step.inputs[which];
-    if (input.step) {
-      nbytes += extra_nbytes(*input.step);
-    } else if (input.extra) {
-      nbytes += static_cast<double>(step.call->inputs()[which].tensor.view.storage_nbytes());
-    }
-  }
+  each_source(step, [&](const Step::Input& input, const KnownTensor& tensor) {
+    nbytes += input.extra ? static_cast<double>(tensor.view.storage_nbytes()) : 0;
+  });
   return nbytes;
 }
 
@@ -77,14 +59,9 @@ class Recipes::Looked final : public Source {
 };
 
 void Recipes::look_at_sources(Step& step) {
-  for (size_t which = 0; which < step.inputs.size(); ++which) {
-    Step::Input& input = step.inputs[which];
-    if (input.step) {
-      look_at_sources(*input.step);
-    } else {
-      input.source = std::make_shared<Looked>(weak_from_this(), step.call->inputs()[which].tensor);
-    }
-  }
+  each_source(step, [&](Step::Input& input, const KnownTensor& tensor) {
+    input.source = std::make_shared<Looked>(weak_from_this(), tensor);
+  });
 }
 
 void Recipes::begin_iteration() {
@@ -216,14 +193,9 @@ bool Recipes::costs_too_much(const Step& step, double limit_nbytes) const {
 }
 
 bool Recipes::reads_recipes(const Step& step) const {
-  for (size_t which = 0; which < step.inputs.size(); ++which) {
-    const Step::Input& input = step.inputs[which];
-    const KnownTensor& tensor = step.call->inputs()[which].tensor;
-    if (input.step ? reads_recipes(*input.step) : !input.extra && host_->depth(tensor) > 0) {
-      return true;
-    }
-  }
-  return false;
+  return !all_sources(step, [&](const Step::Input& input, const KnownTensor& tensor) {
+    return input.extra || host_->depth(tensor) == 0;
+  });
 }
 
 // What was held for a recipe has been kept for it by now, or is not wanted.
@@ -237,36 +209,20 @@ void Recipes::let_go(const Step& step) {
 }
 
 bool Recipes::keep_sources(Step& step) {
-  for (size_t which = 0; which < step.inputs.size(); ++which) {
-    Step::Input& input = step.inputs[which];
-    if (input.step) {
-      if (!keep_sources(*input.step)) {
-        return false;
-      }
-      continue;
-    }
-    input.source = source_of(step.call->inputs()[which].tensor);
-    if (!input.source) {
-      return false;
-    }
-  }
-  return true;
+  return all_sources(step, [&](Step::Input& input, const KnownTensor& tensor) {
+    input.source = source_of(tensor);
+    return input.source != nullptr;
+  });
 }
 
 bool Recipes::keep_extras(Step& step) {
-  for (size_t which = 0; which < step.inputs.size(); ++which) {
-    Step::Input& input = step.inputs[which];
-    if (input.extra) {
-      const KnownTensor& tensor = step.call->inputs()[which].tensor;
-      input.source = source_of(tensor);
-      if (!input.source || !host_->index_of(tensor)) {
-        return false;
-      }
-    } else if (input.step && !keep_extras(*input.step)) {
-      return false;
+  return all_sources(step, [&](Step::Input& input, const KnownTensor& tensor) {
+    if (!input.extra) {
+      return true;
     }
-  }
-  return true;
+    input.source = source_of(tensor);
+    return input.source && host_->index_of(tensor);
+  });
 }
 
 SourcePtr Recipes::source_of(const KnownTensor& tensor) {
@@ -282,15 +238,11 @@ SourcePtr Recipes::source_of(const KnownTensor& tensor) {
 }
 
 void Recipes::claim(const Step& step, const RecipePlace& place) {
-  for (size_t which = 0; which < step.inputs.size(); ++which) {
-    const Step::Input& input = step.inputs[which];
+  each_source(step, [&](const Step::Input& input, const KnownTensor& tensor) {
     if (input.extra) {
-      const KnownTensor& tensor = step.call->inputs()[which].tensor;
       claims_.emplace(tensor.key(), Claim{place, tensor.storage});
-    } else if (input.step) {
-      claim(*input.step, place);
     }
-  }
+  });
 }
 
 void Recipes::look_at_claims(const SavedView& view) {
@@ -319,6 +271,35 @@ RecipeAnswer Recipes::watched(const RecipePlace& place) {
   return {.leaving = std::nullopt, .trial = std::move(watch), .proven = std::nullopt};
 }
 
+std::optional<Recipes::Learnt> Recipes::known_of(const RecipePlace& place, const Step& step,
+                                                 bool planned) {
+  std::string words = words_of(step);
+  const std::lock_guard lock(mutex_);
+  if (places_.size() >= options_.most_places && !places_.contains(place)) {
+    places_.clear();
+  }
+  const bool repeats = place.time > 0;
+  if (repeats) {
+    RecipePlace first = place;
+    first.time = 0;
+    places_[first].several = true;
+  }
+  Learnt& learnt = places_[place];
+  if (learnt.failed || (learnt.saved_later && extra_nbytes(step) > 0)) {
+    return std::nullopt;
+  }
+  if (learnt.words != words) {
+    learnt = {.words = std::move(words),
+              .waited_nbytes = learnt.waited_nbytes,
+              .several = learnt.several,
+              .shape = planned ? shape_of(step) : nullptr,
+              .saved_later = learnt.saved_later};
+  }
+  Learnt known = learnt;
+  known.several = known.several || repeats;
+  return known;
+}
+
 RecipeAnswer Recipes::offer(const StorageRefPtr& storage, const SavedView& view, RecipePlace place,
                             Terms terms) {
   if (view.edited() || view.private_format()) {
@@ -326,7 +307,7 @@ RecipeAnswer Recipes::offer(const StorageRefPtr& storage, const SavedView& view,
   }
   look_at_claims(view);
   place.time = offered_[place]++;
-  OperatorCallPtr call = maker_of(view);
+  const OperatorCallPtr call = maker_of(view);
   const RecipeChoice* const chosen = terms.planned ? nullptr : choice_of(place, call);
   if (graph_ && !terms.planned) {
     graph_->add_saved(place, view, *storage, call);
@@ -352,60 +333,26 @@ RecipeAnswer Recipes::offer(const StorageRefPtr& storage, const SavedView& view,
   if (!step || costs_too_much_for(place.nbytes)) {
     return watched(place);
   }
-  std::string words = words_of(*step);
-  Learnt known;
-  bool several = place.time > 0;
-  {
-    const std::lock_guard lock(mutex_);
-    if (places_.size() >= options_.most_places && !places_.contains(place)) {
-      places_.clear();
-    }
-    if (several) {
-      RecipePlace first = place;
-      first.time = 0;
-      places_[first].several = true;
-    }
-    Learnt& learnt = places_[place];
-    if (learnt.failed) {
-      return {};
-    }
-    if (learnt.saved_later && extra_nbytes(*step) > 0) {
-      return {};
-    }
-    if (learnt.words != words) {
-      learnt = {.words = std::move(words),
-                .proofs = 0,
-                .failed = false,
-                .waited_nbytes = learnt.waited_nbytes,
-                .seconds = 0,
-                .made_nbytes = 0,
-                .several = learnt.several,
-                .shape = terms.planned ? shape_of(*step) : nullptr,
-                .saved_later = learnt.saved_later};
-    }
-    const bool waited = !terms.planned && learnt.waited_nbytes > 0;
-    if (waited && costs_too_much_for(learnt.waited_nbytes)) {
-      return {};
-    }
-    known = learnt;
-    several = several || learnt.several;
-    if (learnt.proofs < options_.proofs) {
-      call = nullptr;  // it is not proven yet
-    }
+  const std::optional<Learnt> known = known_of(place, *step, terms.planned);
+  if (!known) {
+    return {};
+  }
+  if (!terms.planned && known->waited_nbytes > 0 && costs_too_much_for(known->waited_nbytes)) {
+    return {};
   }
   if (terms.planned) {
     claim(*step, place);
   }
-  if (!call) {
+  if (known->proofs < options_.proofs) {
     return {.leaving = std::nullopt,
             .trial = begin_trial(storage, place, std::move(step)),
             .proven = std::nullopt};
   }
   if (!terms.leaves) {
-    if (several || !keep_extras(*step)) {
+    if (known->several || !keep_extras(*step)) {
       return {};
     }
-    ProvenRecipe told = proven(*step, known);
+    ProvenRecipe told = proven(*step, *known);
     // What the recipe would have saved is there until its storage is not.
     std::shared_ptr<Trial> holds(new Trial(weak_from_this(), place, std::move(step)));
     return {.leaving = std::nullopt, .trial = std::move(holds), .proven = std::move(told)};
@@ -430,17 +377,11 @@ ProvenRecipe Recipes::proven(const Step& step, const Learnt& learnt) {
                     .seconds = learnt.seconds,
                     .made_nbytes = learnt.made_nbytes,
                     .saved = {}};
-  const std::function<void(const Step&)> add = [&](const Step& of) {
-    for (size_t which = 0; which < of.inputs.size(); ++which) {
-      const KnownTensor& tensor = of.call->inputs()[which].tensor;
-      if (of.inputs[which].step) {
-        add(*of.inputs[which].step);
-      } else if (!tensor.view.of_leaf()) {
-        made.saved.push_back(host_->index_of(tensor));
-      }
+  each_source(step, [&](const Step::Input&, const KnownTensor& tensor) {
+    if (!tensor.view.of_leaf()) {
+      made.saved.push_back(host_->index_of(tensor));
     }
-  };
-  add(step);
+  });
   return made;
 }
 

@@ -197,6 +197,9 @@ class Recipes : public std::enable_shared_from_this<Recipes> {
   const RecipeChoice* choice_of(const RecipePlace& place, const OperatorCallPtr& call);
   void choose();
   RecipeAnswer watched(const RecipePlace& place);
+  // What is known of a place, of this recipe: one that reads other words begins anew. Nothing: the
+  // place has none, or none that keeps anything for itself.
+  std::optional<Learnt> known_of(const RecipePlace& place, const Step& step, bool planned);
   bool costs_too_much(const Step& step, double limit_nbytes) const;
   bool reads_recipes(const Step& step) const;
   // Fills in the sources. Whether all could be kept.
