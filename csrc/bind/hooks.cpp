@@ -243,7 +243,7 @@ py::object pack_plain(py::handle self, Scope& scope, py::handle object, SavedVie
   // A frozen parameter that nobody has named is known by its class.
   const bool persists = scope.persists(look) || (is_of_subclass(object.ptr(), tensor) &&
                                                  self.attr("is_frozen")(object).cast<bool>());
-  if (const char* const reason = persists ? "parameter" : why_fixed(look)) {
+  if (const char* const reason = persists ? reasons::kParameter : why_fixed(look)) {
     return kept_handle(object.ptr(), engine.keep(look, reason).known, scope.owner.ptr());
   }
   if (scope.pushed && may_be_filled_yet(object.ptr(), look)) {

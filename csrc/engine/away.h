@@ -16,8 +16,9 @@ struct Returning {
 };
 
 // What an entry owns while its storage is away; dropping it gives the memory back. The away forms
-// are a block of a pool (block_form.h), a part of a block (bucket.h), and a frame, on the device or
-// in a pool (frame_form.h). Each stands in one file, with what puts a storage into it.
+// are a block of a pool (block_form.h), a part of a block (bucket.h), a frame, on the device or in
+// a pool (frame_form.h), and a recipe (recipe_form.h). Each stands in one file, with what puts a
+// storage into it; which storages have a recipe, recipes.h finds out.
 //
 // Whoever owns the entry serialises the calls.
 class AwayForm {
@@ -44,7 +45,10 @@ class AwayForm {
   // Whether the storage may be gone before its bytes are in this form for sure.
   virtual bool frees_first() const { return false; }
 
-  // The resource that has run out where a send into this form fails: the reason in the statistics.
+  // Whether the bytes are nowhere meanwhile, and are computed again when they are asked for.
+  virtual bool recomputes() const { return false; }
+
+  // What has run out where a send into this form fails: the reason in the statistics (reasons.h).
   virtual const char* short_of() const = 0;
 
   // What the caller does next comes after everything that takes memory of the device on the way to

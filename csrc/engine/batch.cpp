@@ -9,7 +9,7 @@
 
 #include "bucket.h"
 #include "iteration.h"
-#include "recipe_form.h"
+#include "reasons.h"
 #include "work/without_gil.h"
 
 namespace memswap {
@@ -92,7 +92,7 @@ void send(Engine& engine, const std::vector<EntryPtr>& entries) {
       continue;
     }
     if (entry->lost_memory()) {
-      engine.ledger.keep(Entry::kResized, entry->nbytes());
+      engine.ledger.keep(reasons::kResized, entry->nbytes());
       continue;
     }
     if (order->recipe) {
@@ -233,7 +233,7 @@ void Batch::launch_load(int64_t readings) {
     }
     if (!entry->retain()) {
       // What a recipe reads is loaded; there is nothing else to do before its demand.
-      if (is_recipe(entry->away().get()) || !entry->gone(true)) {
+      if (entry->away()->recomputes() || !entry->gone(true)) {
         continue;  // or it could not be sent, and was given back
       }
       try {
@@ -294,7 +294,7 @@ void Batch::reached_by_backward(const Entry& entry) {
     return;
   }
   read_by_ = number;
-  if (entry.state() == State::kAway && entry.fetched() && !is_recipe(entry.away().get())) {
+  if (entry.state() == State::kAway && entry.fetched() && !entry.away()->recomputes()) {
     phase_ = Phase::kOffloaded;  // every save has seen it: it has been let go of
   }
   if (on_demand) {

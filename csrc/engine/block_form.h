@@ -10,13 +10,12 @@
 #include "lane/lane.h"
 #include "pool/block.h"
 #include "pool/pool.h"
+#include "reasons.h"
 
 namespace memswap {
 
 class BlockForm final : public AwayForm {
  public:
-  static constexpr const char* kShortOf = "pool";
-
   BlockForm(std::shared_ptr<Lane> lane, BlockPtr block)
       : lane_(std::move(lane)), block_(std::move(block)) {}
 
@@ -24,7 +23,7 @@ class BlockForm final : public AwayForm {
   size_t device_nbytes() const override { return 0; }
   size_t pool_nbytes() const override { return block_->nbytes(); }
   bool works_ahead() const override { return true; }
-  const char* short_of() const override { return kShortOf; }
+  const char* short_of() const override { return reasons::kPool; }
 
   // The same into the memory of a storage of the same length that is leaving, as soon as it has
   // left: `departure` is its send. The caller waits for both tickets before it uses the memory.

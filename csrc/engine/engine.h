@@ -25,6 +25,7 @@
 #include "iteration.h"
 #include "ledger.h"
 #include "lock.h"
+#include "reasons.h"
 #include "recomputed.h"
 #include "storage/saved_view.h"
 #include "transfers.h"
@@ -74,7 +75,7 @@ struct Offer {
   int64_t& ordinal;              // of the last storage that was considered
   Batch* batch = nullptr;        // that saves it, of a group
   // The reason that is counted for what `action` keeps.
-  std::string_view why_kept = "policy";
+  std::string_view why_kept = reasons::kPolicy;
   bool for_recipe = false;  // a recipe saves it, and not autograd
 };
 
@@ -96,8 +97,6 @@ int number_of_backward();
 // serialises the bookkeeping, and no transfer ever waits for it.
 class Engine : public std::enable_shared_from_this<Engine> {
  public:
-  static constexpr const char* kPlanned = "planned";
-
   explicit Engine(std::optional<int64_t> prefetch_bytes, Schedule schedule = Schedule::kIterations);
   ~Engine();
   Engine(const Engine&) = delete;
@@ -131,7 +130,6 @@ class Engine : public std::enable_shared_from_this<Engine> {
   const char* refused(const char* short_of, const std::string& why, const Entry& entry);
   // The same of frames; what the first frames' room is short of is not told.
   const char* refused(const FrameSender& sender, const Entry& entry);
-  bool persists(const IterationPtr& shortage);
 
   // Storages of parameters and buffers, instead of those that were named before.
   void set_persistent(const std::vector<at::Tensor>& tensors);
@@ -213,6 +211,8 @@ class Engine : public std::enable_shared_from_this<Engine> {
   AskedRecipe recipe_of(const Offer& offer, double most_extra, bool leaves);
   bool becomes_recipe(const EntryPtr& entry, const Offer& offer, bool leaves, AskedRecipe asked);
   bool refilled(const KnownPtr& known, const SavedView& look) const;
+  // Whether frames were short of room in an earlier iteration as well.
+  bool short_again(const IterationPtr& shortage);
   const char* distrusted(const Expectation& expectation, const Entry& entry);
   // Whether what this sender encodes waits for a window.
   bool defers(const FrameSender& sender) const {
@@ -245,7 +245,7 @@ struct HookScope {
   std::string unit;
   std::optional<Action> action;  // of all that is packed
   // The reason that is counted for what `action` keeps.
-  std::string why_kept = "policy";
+  std::string why_kept = reasons::kPolicy;
   std::optional<int64_t> group;  // a checkpoint region's number
   bool covered = false;          // the policy covers the unit
   int64_t packs = 0;             // tensors that were packed

@@ -5,7 +5,6 @@
 #include "block_form.h"
 #include "engine.h"
 #include "iteration.h"
-#include "recipe_form.h"
 
 namespace memswap {
 
@@ -98,7 +97,7 @@ void Entry::leave(Leaving leaving) {
   departure_ = std::move(leaving.departure);
   require(residence_->leave(), State::kLeaving);
   away_ = std::move(leaving.away);
-  if (is_recipe(away_.get())) {
+  if (away_->recomputes()) {
     ++counters().recipe_storages;
     counters().recipe_bytes += nbytes();
   }
@@ -277,7 +276,7 @@ StorageRefPtr Entry::bring() {
         iteration->held.insert(index);
       }
     } else if (gone(true)) {
-      const bool waits = !is_recipe(away_.get());
+      const bool waits = !away_->recomputes();
       fetch();
       residence_->counters().stalls += waits ? 1 : 0;
     } else if (!storage) {  // a send that failed gives the storage back

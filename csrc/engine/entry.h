@@ -41,9 +41,6 @@ const char* word_of(State state);
 // the calls.
 class Entry final : public Known, public std::enable_shared_from_this<Entry> {
  public:
-  // Why a storage stays that had lost its memory before it was sent, for the statistics.
-  static constexpr const char* kResized = "resized";
-
   // Stands for the storage that `look` looks at, from here on.
   static EntryPtr make(EnginePtr engine, const SavedView& look, const StorageRef& storage);
   ~Entry() override;

@@ -11,13 +11,12 @@
 #include "codec/frame_plan.h"
 #include "lane/lane.h"
 #include "pool/pool.h"
+#include "reasons.h"
 
 namespace memswap {
 
 class FrameForm final : public AwayForm {
  public:
-  static constexpr const char* kShortOf = "codec room";
-
   FrameForm(std::shared_ptr<CodecLane> lane, EncodedStoragePtr encoded, bool works_ahead)
       : lane_(std::move(lane)), encoded_(std::move(encoded)), works_ahead_(works_ahead) {}
 
@@ -27,7 +26,7 @@ class FrameForm final : public AwayForm {
   size_t pool_nbytes() const override { return swapped() ? encoded_->nbytes() : 0; }
   size_t returning_nbytes() const override { return pool_nbytes(); }
   bool works_ahead() const override { return works_ahead_; }
-  const char* short_of() const override { return kShortOf; }
+  const char* short_of() const override { return reasons::kCodecRoom; }
   void wait_sent() override;
 
   // Whether the frame is in a pool, or on its way there.

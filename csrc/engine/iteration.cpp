@@ -5,6 +5,8 @@
 #include <span>
 #include <stdexcept>
 
+#include "reasons.h"
+
 namespace memswap {
 
 // [Note: Prefetched bytes]
@@ -53,10 +55,10 @@ const char* Iteration::verdict(size_t index, int64_t nbytes) {
     case Forecast::Verdict::kNone:
       break;
     case Forecast::Verdict::kNeededAtOnce:
-      return kNeededAtOnce;
+      return reasons::kNeededAtOnce;
     case Forecast::Verdict::kNeverFreed:
       held.insert(index);
-      return kNeverFreed;
+      return reasons::kNeverFreed;
   }
   return nullptr;
 }

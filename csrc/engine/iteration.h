@@ -29,12 +29,6 @@ class Iteration : public std::enable_shared_from_this<Iteration> {
  public:
   static constexpr int64_t kNoGroup = -1;
 
-  // Why a storage should stay, for the statistics. Told apart by address, so each is one array: a
-  // pointer to a literal may be another one in each file.
-  static constexpr char kNeededAtOnce[] = "needed at once";
-  static constexpr char kNeverFreed[] = "never freed";
-  static constexpr char kHeldAtPeak[] = "held at the peak";
-
   // `forecast`: what an earlier iteration predicts, or nullptr. `prefetch_bytes`: nothing where
   // what is saved decides ([Note: Prefetched bytes]).
   Iteration(std::shared_ptr<const Forecast> forecast, std::optional<int64_t> prefetch_bytes)

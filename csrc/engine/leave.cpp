@@ -6,6 +6,7 @@
 #include "engine.h"
 #include "frame_form.h"
 #include "iteration.h"
+#include "reasons.h"
 #include "windows.h"
 
 namespace memswap {
@@ -30,13 +31,13 @@ const char* Engine::send(const EntryPtr& entry, const StorageRefPtr& storage,
   // That the plan of its iteration has for a frame; nothing: as many as it takes.
   const std::optional<int64_t> most_bytes =
       entry->iteration ? entry->iteration->frame_nbytes(entry->index) : std::nullopt;
-  const char* reason = Transfers::kNoCodec;
+  const char* reason = reasons::kNoCodec;
   if (sender) {
     const Expectation expectation = by.expectations->of(order.key, most_bytes);
     if (!expectation.fault.empty()) {
       reason = distrusted(expectation, *entry);
     } else if (!expectation.pays) {
-      reason = Transfers::kDoesNotShrink;
+      reason = reasons::kDoesNotShrink;
     } else if (defers(*sender)) {
       windows->defer(entry, storage, order, expectation);
       return nullptr;
@@ -73,7 +74,7 @@ const char* Engine::distrusted(const Expectation& expectation, const Entry& entr
                    "a storage of " + std::to_string(entry.nbytes()) + " bytes on " +
                        entry.device().str() + " is not encoded: " + expectation.fault +
                        ". Training goes on with less memory saved.");
-  return "codec failed its check";
+  return reasons::kCodecFault;
 }
 
 void Engine::learn() {

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "away.h"
+#include "reasons.h"
 #include "recipe.h"
 
 namespace memswap {
@@ -30,8 +31,6 @@ class RecipeForm final : public AwayForm,
                          public EditListener,
                          public std::enable_shared_from_this<RecipeForm> {
  public:
-  static constexpr const char* kShortOf = "no recipe";
-
   // The storage `key` is what the last step makes of it, now or when its call has ended. `made`
   // hears how many bytes there are of what a run makes, and of none when it is over.
   RecipeForm(StepPtr step, const void* key, size_t nbytes, RecipeRuns runs, Serialised serialised,
@@ -50,7 +49,8 @@ class RecipeForm final : public AwayForm,
   size_t returning_nbytes() const override { return 0; }
   // Its sources may themselves be away: nothing is gained by asking for them early.
   bool works_ahead() const override { return false; }
-  const char* short_of() const override { return kShortOf; }
+  bool recomputes() const override { return true; }
+  const char* short_of() const override { return reasons::kNoRecipe; }
 
   void before_edit() noexcept override;
 
@@ -71,11 +71,6 @@ class RecipeForm final : public AwayForm,
   Returning ready_;    // a sibling's run has made it too
   Returning settled_;  // of before a source was edited; whoever asks gets a copy
 };
-
-// Whether a storage that is away is computed again when it is demanded: nobody waits for it.
-inline bool is_recipe(const AwayForm* away) {
-  return dynamic_cast<const RecipeForm*>(away) != nullptr;
-}
 
 // The departure of a storage into a recipe. Holds the storage until the call that made it has
 // ended: only then is it known to be one of its results. If it is not, the ticket gives it back.

@@ -10,6 +10,7 @@
 #include "batch.h"
 #include "engine.h"
 #include "lowest_peak.h"
+#include "reasons.h"
 #include "recipe_host.h"
 #include "recipes.h"
 #include "recorder.h"
@@ -57,9 +58,9 @@ bool HookScope::persists(const SavedView& look) const {
 
 const char* why_fixed(const SavedView& look) {
   if (look.private_format()) {
-    return "private format";
+    return reasons::kPrivateFormat;
   }
-  return is_traced() ? "traced" : nullptr;
+  return is_traced() ? reasons::kTraced : nullptr;
 }
 
 Saved Engine::keep(const SavedView& look, std::string_view reason) {
@@ -81,7 +82,7 @@ EntryPtr Engine::make_entry(const at::Tensor& tensor, const SavedView& look,
 }
 
 const char* Engine::refused(const char* short_of, const std::string& why, const Entry& entry) {
-  if (entry.iteration && short_of == std::string_view(BlockForm::kShortOf)) {
+  if (entry.iteration && short_of == reasons::kPool) {
     entry.iteration->refuse(ledger.counters.away_bytes);
   }
   ledger.tell_once(short_of, "a storage of " + std::to_string(entry.nbytes()) + " bytes stays on " +
@@ -93,13 +94,13 @@ const char* Engine::refused(const char* short_of, const std::string& why, const 
 // An accelerator's first frames have guessed lengths, so the room that they were short of at first
 // is counted and not told. What a later iteration is short of as well, is.
 const char* Engine::refused(const FrameSender& sender, const Entry& entry) {
-  if (sender.arena_was_full() && !persists(entry.iteration)) {
-    return FrameForm::kShortOf;
+  if (sender.arena_was_full() && !short_again(entry.iteration)) {
+    return reasons::kCodecRoom;
   }
-  return refused(FrameForm::kShortOf, sender.why_refused(), entry);
+  return refused(reasons::kCodecRoom, sender.why_refused(), entry);
 }
 
-bool Engine::persists(const IterationPtr& shortage) {
+bool Engine::short_again(const IterationPtr& shortage) {
   if (!first_short_) {
     first_short_ = shortage;
   }
@@ -142,25 +143,25 @@ Saved Engine::looked_up(const Offer& offer, const AskedRecipe& asked) {
   const SavedView& look = offer.look;
   const Ledger::Found found = ledger.find(look);
   if (found.conflicts) {
-    return keep(look, "edited in parts");
+    return keep(look, reasons::kEditedInParts);
   }
   if (found.known && !refilled(found.known, look)) {
     return save_again(offer, found.known);
   }
   if (static_cast<int64_t>(look.storage_nbytes()) < policy.min_bytes) {
-    return keep(look, "small");
+    return keep(look, reasons::kSmall);
   }
   if (look.edited_part()) {
-    return stay(look, "edited in parts");
+    return stay(look, reasons::kEditedInParts);
   }
   if (look.part_of_data()) {
-    return keep(look, "part of data");
+    return keep(look, reasons::kPartOfData);
   }
   if (!offer.covered) {
-    return keep(look, "policy");
+    return keep(look, reasons::kPolicy);
   }
   if (runs_backward()) {
-    return keep(look, "saved in backward");
+    return keep(look, reasons::kSavedInBackward);
   }
   return decide(offer, asked);
 }
@@ -213,10 +214,10 @@ Saved Engine::decide(const Offer& offer, AskedRecipe asked) {
   }
   const TransfersPtr& by = transfers_from(offer.look.device());
   if (!by) {
-    return keep(offer.look, "host memory beside an accelerator");  // none of the device's bytes
+    return keep(offer.look, reasons::kHostMemory);  // none of the device's bytes
   }
   if (by->policy.captures && by->policy.captures()) {
-    return keep(offer.look, "stream capture");
+    return keep(offer.look, reasons::kStreamCapture);
   }
   if (iteration->began_backward()) {
     host->begin_iteration(*this);
@@ -253,8 +254,8 @@ Saved Engine::admit(const Offer& offer, const TransfersPtr& by, Decision decisio
   const Action action = recomputes ? by->policy.without_recipe : decision.action;
   const char* why = iteration->admit(nbytes, action == Action::kEncode, offer.group);
   if (action == Action::kKeep) {
-    why = decision.directed ? kPlanned : "policy";
-  } else if (decision.directed && why != Iteration::kNeverFreed) {
+    why = decision.directed ? reasons::kPlanned : reasons::kPolicy;
+  } else if (decision.directed && why != reasons::kNeverFreed) {
     why = nullptr;
   }
   StorageRefPtr storage;
@@ -266,7 +267,7 @@ Saved Engine::admit(const Offer& offer, const TransfersPtr& by, Decision decisio
       !becomes_recipe(entry, offer, recomputes, decision.asked)) {
     if (why == nullptr && action == Action::kEncode &&
         iteration->frame_held_at_peak(entry->index)) {
-      why = Iteration::kHeldAtPeak;
+      why = reasons::kHeldAtPeak;
     }
     if (why == nullptr) {
       why = send_as(action, offer, by, entry, storage);
@@ -280,7 +281,7 @@ Saved Engine::admit(const Offer& offer, const TransfersPtr& by, Decision decisio
   if (directed) {
     saved(entry);
   } else if (schedule != Schedule::kBatches && !by->works_ahead()) {
-    note_save(*entry, why == Iteration::kHeldAtPeak);
+    note_save(*entry, why == reasons::kHeldAtPeak);
   }
   return made;
 }
@@ -355,7 +356,7 @@ bool Engine::becomes_recipe(const EntryPtr& entry, const Offer& offer, bool leav
 const char* Engine::send_raw(const EntryPtr& entry, const StorageRefPtr& storage, Transfers& by) {
   BlockSender& sender = *by.blocks();
   if (!entry->swap(sender, storage)) {
-    return refused(BlockForm::kShortOf, sender.why_refused(), *entry);
+    return refused(reasons::kPool, sender.why_refused(), *entry);
   }
   departing.add(entry.get());
   return nullptr;

@@ -1,5 +1,6 @@
 #include "transfers.h"
 
+#include "reasons.h"
 #include "work/without_gil.h"
 
 namespace memswap {
@@ -19,20 +20,20 @@ std::variant<Leaving, Refused> Transfers::send(Form form, const StorageRefPtr& s
     if (std::optional<Leaving> leaving = blocks()->send(storage)) {
       return std::move(*leaving);
     }
-    return Refused{BlockForm::kShortOf, blocks()->why_refused()};
+    return Refused{reasons::kPool, blocks()->why_refused()};
   }
   const std::shared_ptr<FrameSender>& sender = frames(form);
   if (!sender) {
-    return Refused{kNoCodec, {}};
+    return Refused{reasons::kNoCodec, {}};
   }
   Expectation expectation = expectations->of(key);
   if (!expectation.pays) {
-    return Refused{kDoesNotShrink, {}};
+    return Refused{reasons::kDoesNotShrink, {}};
   }
   if (std::optional<Leaving> leaving = encode(form, storage, std::move(expectation))) {
     return std::move(*leaving);
   }
-  return Refused{FrameForm::kShortOf, sender->why_refused()};
+  return Refused{reasons::kCodecRoom, sender->why_refused()};
 }
 
 std::optional<Leaving> Transfers::encode(Form form, const StorageRefPtr& storage,

@@ -88,10 +88,6 @@ class Transfers {
     return *sender;
   }
 
-  // Reasons why a storage is not encoded, beside FrameForm::kShortOf.
-  static constexpr const char* kNoCodec = "no codec";
-  static constexpr const char* kDoesNotShrink = "does not shrink";
-
   void begin(int64_t leaving_bytes, int64_t nbytes) { opener_->begin(leaving_bytes, nbytes); }
 
   // Starts sending a storage, a frame as it is expected to be.

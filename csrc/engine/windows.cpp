@@ -9,6 +9,7 @@
 #include "engine.h"
 #include "frame_form.h"
 #include "iteration.h"
+#include "reasons.h"
 
 namespace memswap {
 
@@ -122,7 +123,7 @@ TicketPtr Windows::start(const PendingEncode& pending) {
     return nullptr;
   }
   if (entry->lost_memory()) {
-    engine_.ledger.keep(Entry::kResized, entry->nbytes());
+    engine_.ledger.keep(reasons::kResized, entry->nbytes());
     return nullptr;
   }
   const LeaveOrder& order = pending.order;

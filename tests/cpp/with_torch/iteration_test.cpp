@@ -25,7 +25,7 @@ using Sizes = std::vector<int64_t>;
 using Places = std::vector<size_t>;
 using Ahead = std::vector<Places>;  // what each demand asked for ahead
 
-constexpr const char* kAtOnce = Iteration::kNeededAtOnce;
+constexpr const char* kAtOnce = reasons::kNeededAtOnce;
 
 Places reversed(size_t count) {
   Places order;
@@ -219,7 +219,7 @@ TEST_F(Iterations, WhatWasHeldIsNotSentAgain) {
   made.iteration->held.insert(1);
   made.backward({2, 1, 0});
   EXPECT_EQ(forward(timeline, Sizes(3, 50)).verdicts,
-            (std::vector<const char*>{nullptr, Iteration::kNeverFreed, nullptr}));
+            (std::vector<const char*>{nullptr, reasons::kNeverFreed, nullptr}));
 }
 
 TEST_F(Iterations, AnIterationWithoutBackwardTeachesNothing) {

@@ -138,7 +138,7 @@ TEST_F(SentBy, WithoutACodecOrRoomTheReasonIsSaid) {
   EXPECT_TRUE(std::holds_alternative<Leaving>(transfers->send(Form::kBlock, small, kTensor)));
   const StorageRefPtr large = storage_of(at::empty({2 * kSlabBytes}, at::kByte));
   const Refused full = refused(transfers->send(Form::kBlock, large, kTensor));
-  EXPECT_STREQ(full.reason, BlockForm::kShortOf);
+  EXPECT_STREQ(full.reason, reasons::kPool);
   EXPECT_NE(full.why.find("budget"), std::string::npos) << full.why;
 }
 
@@ -157,7 +157,7 @@ TEST_F(SentBy, ATrialWithoutRoomIsAskedForInTheLayoutThatIsKnown) {
   const auto transfers = by(codec, expectations);
   const Refused full = refused(
       transfers->send(Form::kFrame, storage_of(at::zeros({kTensorBytes}, at::kByte)), floats));
-  EXPECT_STREQ(full.reason, FrameForm::kShortOf);
+  EXPECT_STREQ(full.reason, reasons::kCodecRoom);
   EXPECT_EQ(full.why, "no room at all");
   EXPECT_EQ(codec->asked, (std::vector{static_cast<uint8_t>(frame::Layout::kInts),
                                        static_cast<uint8_t>(frame::Layout::kDense)}));
