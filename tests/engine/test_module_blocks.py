@@ -288,8 +288,9 @@ def test_a_model_trains_as_its_layers_do(device, new_pool):
     assert moved[0] == moved[1]
 
 
+@pytest.mark.parametrize("windows", [None, memswap.Windows()], ids=["at once", "in windows"])
 @pytest.mark.parametrize("how", ["script", "trace"])
-def test_a_model_with_modules_that_torch_jit_has_compiled_trains(device, new_pool, how):
+def test_a_model_with_modules_that_torch_jit_has_compiled_trains(device, new_pool, how, windows):
     """Inside of blocks, and beside them."""
 
     def compiled(module):
@@ -310,7 +311,7 @@ def test_a_model_with_modules_that_torch_jit_has_compiled_trains(device, new_poo
     for _ in range(3):  # torch.jit compiles anew after its first calls
         expected = train_step(model, loss)
     pool = new_pool()
-    manager = memswap.manage(model, EVERYTHING, pool=pool)
+    manager = memswap.manage(model, EVERYTHING, pool=pool, windows=windows)
     assert len(manager.units) == len(model.layers)
     for _ in range(3):
         assert_same_gradients(train_step(model, loss), expected)

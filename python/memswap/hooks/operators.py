@@ -48,7 +48,9 @@ class OperatorWindows:
             operators = [
                 (f"{name}.{path}", module)
                 for path, module in unit.named_modules()
-                if id(module) not in known and has_matrix(module, options.operators)
+                if id(module) not in known
+                and has_matrix(module, options.operators)
+                and not isinstance(module, torch.jit.ScriptModule)  # takes no hooks
             ]
             known.update(id(module) for _, module in operators)
             place = _Place(name)
