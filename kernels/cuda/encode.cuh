@@ -46,6 +46,27 @@ __device__ __forceinline__ void keep_checksum(const EncodeJob& job, uint64_t of_
   }
 }
 
+// Visits a block's rows, with the lane's words of each, and keeps the checksum. The first ones are
+// there if kLoadedEarly: load_late.
+template <bool kLoadedEarly, uint32_t kWidth, typename Visit>
+__device__ __forceinline__ void for_rows(const EncodeJob& job, const Source<kWidth>& source,
+                                         FirstRows<kWidth>& rows, uint32_t warp, uint32_t lane,
+                                         BlockSummary& summary, Visit visit) {
+  constexpr uint32_t kAtOnce = kRowsAtOnce<kWidth>;
+  uint64_t sum = 0;
+#pragma unroll
+  for (uint32_t row = 0; row < kRows; ++row) {
+    if (row % kAtOnce == 0) {
+      load_late<kLoadedEarly>(source, row, lane, rows);
+      if (job.checked) {
+        sum += checksum_rows<kWidth>(rows, warp, row, lane);
+      }
+    }
+    visit(row, rows[row % kAtOnce]);
+  }
+  keep_checksum(job, sum, lane, summary);
+}
+
 // Atomics on the header's 64-bit fields.
 __device__ __forceinline__ unsigned long long* counter(uint64_t& field) {
   return reinterpret_cast<unsigned long long*>(&field);

@@ -29,19 +29,9 @@ struct DenseCoder {
                                                  Memory& memory, uint32_t stage,
                                                  const SymbolTables& tables, uint32_t warp,
                                                  uint32_t lane, BlockSummary& summary) {
-    uint64_t sum = 0;
-    constexpr uint32_t kAtOnce = kRowsAtOnce<kWidth>;
     uint32_t e[8];
     [[maybe_unused]] uint32_t rest[8];
-#pragma unroll
-    for (uint32_t row = 0; row < kRows; ++row) {
-      if (row % kAtOnce == 0) {
-        load_late<kLoadsEarly>(source, row, lane, rows);
-        if (job.checked) {
-          sum += checksum_rows<kWidth>(rows, warp, row, lane);
-        }
-      }
-      const auto& words = rows[row % kAtOnce];
+    for_rows<kLoadsEarly>(job, source, rows, warp, lane, summary, [&](uint32_t row, auto& words) {
       uint32_t low[Parts::kLowWords], top[2];
       Parts::split(words, low, top);
 #pragma unroll
@@ -53,8 +43,7 @@ struct DenseCoder {
         e[2 * row + h] = Parts::exponents(top[h]);
         rest[2 * row + h] = Parts::rest(top[h]);
       }
-    }
-    keep_checksum(job, sum, lane, summary);
+    });
     if constexpr (Parts::kRestBits != 0) {
       store_planes(slab + Parts::kLowPlanes * frame::kBlockElements, rest, Parts::kRestBits, lane);
     }
@@ -82,18 +71,8 @@ struct UpcastCoder {
                                                  Memory& memory, uint32_t stage,
                                                  const SymbolTables& tables, uint32_t warp,
                                                  uint32_t lane, BlockSummary& summary) {
-    uint64_t sum = 0;
-    constexpr uint32_t kAtOnce = kRowsAtOnce<kWidth>;
     uint32_t e[8], mantissas[8], low_halves = 0;
-#pragma unroll
-    for (uint32_t row = 0; row < kRows; ++row) {
-      if (row % kAtOnce == 0) {
-        load_late<kLoadsEarly>(source, row, lane, rows);
-        if (job.checked) {
-          sum += checksum_rows<kWidth>(rows, warp, row, lane);
-        }
-      }
-      const auto& words = rows[row % kAtOnce];
+    for_rows<kLoadsEarly>(job, source, rows, warp, lane, summary, [&](uint32_t row, auto& words) {
       uint32_t high[Parts::kWords], low[2], top[2];
 #pragma unroll
       for (uint32_t i = 0; i < 4; ++i) {
@@ -106,8 +85,7 @@ struct UpcastCoder {
         mantissas[2 * row + h] = low[h];
         e[2 * row + h] = top[h];
       }
-    }
-    keep_checksum(job, sum, lane, summary);
+    });
     if (__any_sync(kAllLanes, (low_halves & 0xffffu) != 0)) {
       return literal<kWidth, kSlabBytes>();
     }

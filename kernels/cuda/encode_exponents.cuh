@@ -535,85 +535,97 @@ struct Coded {
   uint64_t minimum = 0;  // layout ints
 };
 
-// A dense block. `given`: the centre of the fast profile. `missing`: elements of the 1024 that are
-// not there, which have become 0. `plane`: of the slab, the last one. It is written twice where
-// another mode turns out shorter than LQ2, which is rare, rather than kept in registers.
+// A dense block's modes, in the words of section 5, but for what the streams of LQ2 take.
+struct Plan {
+  uint32_t center;  // of LQ2
+  uint32_t zeros;   // of the 1024 elements
+  bool is_near;     // Near::holds the centre
+  bool has_window;  // else FW is the only mode
+  uint32_t fw_bits, fw_center;
+  Crowd crowd;  // of the canonical profile, for LQ3
+};
+
 template <uint32_t kExponentBits>
-__device__ __forceinline__ Coded encode_dense(const EncodeStreams& to, uint32_t (&e)[8], bool fast,
-                                              uint32_t given, uint32_t missing,
-                                              BlockSummary& summary, uint8_t* plane) {
-  constexpr uint32_t kLongest = 128 * (kExponentBits - 2);
-  Coded coded;
-  coded.mode = frame::kLq2;
-  coded.units = kTooLong;
-  coded.center = fast ? given : usual_center(sum_of(e));
-  bool is_usual = are_usual<kExponentBits>(e, coded.center), is_scattered = false;
-  uint32_t low[2], bits, fw_center;
-  Crowd crowd;
-  // What is measured is not kept for the rare block that is not done with LQ2: it would take
-  // registers. Such a block is measured again.
-#pragma unroll 1
-  for (bool is_coded = false;; is_usual = false, is_coded = true) {
-    uint32_t zeros = 0, center = coded.center;
-    bool is_near = true;
-    bits = kExponentBits;
-    fw_center = given;
-    if (!is_usual) {
-      Near near;
-      if (fast) {
-        near = find_extremes(e);
-        zeros = near.min == 0 ? count_zeros(e) : 0;
-      } else {
-        const Exponents all = measure(e);
-        near = {all.max, all.min};
-        zeros = all.zeros;
-        crowd = crowd_of(all);
-        if constexpr (kExponentBits == 8) {
-          if (is_spread(crowd)) {
-            is_scattered = !find_window(e, to.lane, crowd);
-          }
-        }
-        center = center_of(crowd, canonical::kLq2Eighths);
-        bits = max(32 - __clz(all.max - all.min), 2);
-        fw_center = all.max;
-      }
-      is_near = near.holds(center);
-    }
-    if (to.lane == 0) {
-      summary.hint = center;
-      summary.zeros = zeros - missing;
-    }
-    const bool is_same = is_coded && center == coded.center;
-    coded.center = center;
-    if (is_scattered || is_same || bits == 2) {  // FW of 2 bits has no payload
-      break;
-    }
-    clear_stage<kDenseStageBytes>(to.stage, to.lane);
-    __syncwarp();
-    const Streams streams =
-        encode_lq2<false>(to, e, is_near, coded.center, 0, 0, kLongest, low, plane);
-    coded.units = (streams.end + 7) / 8;
-    uint32_t fw_units = 16 * (bits - 2);
-    if (is_usual && !fast) {
-      fw_units = streams.has_nibbles && are_apart(low[0]) ? kUsualFwUnits : 0;
-    }
-    // LQ3 has a plane of 16 units.
-    if (fw_units > coded.units && (fast || coded.units <= 16)) {
-      return coded;
-    }
-    // Rare: E comes back from v, so that it need not be kept for this.
-    const uint32_t centers = bytes_of(coded.center);
-    uint32_t biased[8];
-    load_lane(to.symbols, to.lane, biased);
-#pragma unroll
-    for (uint32_t i = 0; i < 8; ++i) {
-      e[i] = subtract_bytes(centers, biased[i] ^ kBias);
+__device__ __forceinline__ Plan plan_of(const uint32_t (&e)[8], bool fast, uint32_t given,
+                                        uint32_t lane) {
+  Plan plan;
+  plan.has_window = true;
+  if (fast) {
+    const Near near = find_extremes(e);
+    plan.center = plan.fw_center = given;
+    plan.zeros = near.min == 0 ? count_zeros(e) : 0;
+    plan.is_near = near.holds(given);
+    plan.fw_bits = kExponentBits;
+    return plan;
+  }
+  const Exponents all = measure(e);
+  plan.crowd = crowd_of(all);
+  if constexpr (kExponentBits == 8) {
+    if (is_spread(plan.crowd)) {
+      plan.has_window = find_window(e, lane, plan.crowd);
     }
   }
-  const uint32_t fw_units = 16 * (bits - 2), best = min(coded.units, fw_units);
+  plan.center = center_of(plan.crowd, canonical::kLq2Eighths);
+  plan.zeros = all.zeros;
+  plan.is_near = Near{all.max, all.min}.holds(plan.center);
+  plan.fw_bits = max(32 - __clz(all.max - all.min), 2);
+  plan.fw_center = all.max;
+  return plan;
+}
+
+// LQ2 of a dense block, with its plane.
+template <uint32_t kExponentBits>
+__device__ __forceinline__ Streams write_lq2(const EncodeStreams& to, const uint32_t (&e)[8],
+                                             bool is_near, uint32_t center, uint32_t (&low)[2],
+                                             uint8_t* plane) {
+  constexpr uint32_t kLongest = 128 * (kExponentBits - 2);
+  clear_stage<kDenseStageBytes>(to.stage, to.lane);
+  __syncwarp();
+  return encode_lq2<false>(to, e, is_near, center, 0, 0, kLongest, low, plane);
+}
+
+// E of what encode_lq2 left, so that it need not be kept for what is rare.
+__device__ __forceinline__ void exponents_again(const EncodeStreams& to, uint32_t center,
+                                                uint32_t (&e)[8]) {
+  const uint32_t centers = bytes_of(center);
+  uint32_t biased[8];
+  load_lane(to.symbols, to.lane, biased);
+#pragma unroll
+  for (uint32_t i = 0; i < 8; ++i) {
+    e[i] = subtract_bytes(centers, biased[i] ^ kBias);
+  }
+}
+
+inline constexpr uint32_t kNoCenter = 256;  // of a block that is not coded
+inline constexpr uint32_t kLq3LeastUnits = frame::kBitmapBytes / frame::kUnitBytes;  // its plane
+
+// A dense block by its plan. `coded`: how it is coded as LQ2 already, if that is so.
+template <uint32_t kExponentBits>
+__device__ __forceinline__ Coded encode_measured(const EncodeStreams& to, uint32_t (&e)[8],
+                                                 bool fast, uint32_t given, uint32_t missing,
+                                                 BlockSummary& summary, uint8_t* plane,
+                                                 Coded coded) {
+  const Plan plan = plan_of<kExponentBits>(e, fast, given, to.lane);
+  if (to.lane == 0) {
+    summary.hint = plan.center;
+    summary.zeros = plan.zeros - missing;
+  }
+  const uint32_t fw_units = 16 * (plan.fw_bits - 2);
+  uint32_t low[2];
+  // FW of 2 bits has no payload, and so nothing is shorter.
+  if (plan.has_window && fw_units != 0 && plan.center != coded.center) {
+    const Streams streams = write_lq2<kExponentBits>(to, e, plan.is_near, plan.center, low, plane);
+    coded.units = (streams.end + 7) / 8;
+    coded.center = plan.center;
+    if (coded.units < fw_units && (fast || coded.units <= kLq3LeastUnits)) {
+      return coded;
+    }
+    exponents_again(to, plan.center, e);
+  }
+  const uint32_t best = min(coded.units, fw_units);
   uint32_t lq3_units = kTooLong, c3 = 0;
-  if (!fast && !is_scattered && best > 16) {  // among equals LQ3 comes last
-    c3 = center_of(crowd, canonical::kLq3Eighths);
+  if (!fast && plan.has_window && best > kLq3LeastUnits) {  // among equals LQ3 comes last
+    c3 = center_of(plan.crowd, canonical::kLq3Eighths);
     lq3_units = (lq3_bytes(e, c3) + 7) / 8;
   }
   if (lq3_units < best) {
@@ -624,15 +636,48 @@ __device__ __forceinline__ Coded encode_dense(const EncodeStreams& to, uint32_t 
     coded.units = lq3_units;
     coded.center = c3;
   } else if (fw_units <= coded.units) {
-    encode_fw(to, e, fw_center, bits, low);
-    coded.mode = frame::kFw2 + bits - 2;
+    encode_fw(to, e, plan.fw_center, plan.fw_bits, low);
+    coded.mode = frame::kFw2 + plan.fw_bits - 2;
     coded.units = fw_units;
-    coded.center = fw_center;
+    coded.center = plan.fw_center;
   } else {
     return coded;
   }
   store_pair(plane + to.lane * 8, low[0], low[1]);
   return coded;
+}
+
+// A dense block. `given`: the centre of the fast profile. `missing`: elements of the 1024 that are
+// not there, which have become 0. `plane`: of the slab, the last one. It is written twice where
+// another mode turns out shorter than LQ2, which is rare, rather than kept in registers.
+template <uint32_t kExponentBits>
+__device__ __forceinline__ Coded encode_dense(const EncodeStreams& to, uint32_t (&e)[8], bool fast,
+                                              uint32_t given, uint32_t missing,
+                                              BlockSummary& summary, uint8_t* plane) {
+  Coded coded;
+  coded.mode = frame::kLq2;
+  coded.units = kTooLong;
+  coded.center = kNoCenter;
+  const uint32_t center = fast ? given : usual_center(sum_of(e));
+  if (are_usual<kExponentBits>(e, center)) {
+    if (to.lane == 0) {
+      summary.hint = center;
+      summary.zeros = 0;  // so none is missing
+    }
+    uint32_t low[2];
+    const Streams streams = write_lq2<kExponentBits>(to, e, true, center, low, plane);
+    coded.units = (streams.end + 7) / 8;
+    coded.center = center;
+    uint32_t fw_units = 16 * (kExponentBits - 2);
+    if (!fast) {
+      fw_units = streams.has_nibbles && are_apart(low[0]) ? kUsualFwUnits : 0;
+    }
+    if (coded.units < fw_units) {
+      return coded;
+    }
+    exponents_again(to, center, e);
+  }
+  return encode_measured<kExponentBits>(to, e, fast, given, missing, summary, plane, coded);
 }
 
 }  // namespace memswap::cuda

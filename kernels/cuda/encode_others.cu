@@ -27,24 +27,13 @@ struct RawCoder {
                                                  FirstRows<kWidth>& rows, uint8_t* slab, Memory&,
                                                  uint32_t, const SymbolTables&, uint32_t warp,
                                                  uint32_t lane, BlockSummary& summary) {
-    uint64_t sum = 0;
-    constexpr uint32_t kAtOnce = kRowsAtOnce<kWidth>;
-#pragma unroll
-    for (uint32_t row = 0; row < kRows; ++row) {
-      if (row % kAtOnce == 0) {
-        load_late<kLoadsEarly>(source, row, lane, rows);
-        if (job.checked) {
-          sum += checksum_rows<kWidth>(rows, warp, row, lane);
-        }
-      }
-      const auto& words = rows[row % kAtOnce];
+    for_rows<kLoadsEarly>(job, source, rows, warp, lane, summary, [&](uint32_t row, auto& words) {
       uint8_t* to = slab + (row * kRowElements + lane * kLaneColumns) * kWidth;
 #pragma unroll
       for (uint32_t i = 0; i < kRowWords<kWidth>; i += 2) {
         store_pair(to + 4 * i, words[i], words[i + 1]);
       }
-    }
-    keep_checksum(job, sum, lane, summary);
+    });
     Coded coded{};
     coded.mode = frame::kLiteral;
     return coded;
