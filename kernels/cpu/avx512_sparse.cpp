@@ -131,29 +131,16 @@ class SparseEncoder {
     block.maximum = highest_of(highest) >> Type::kRestBits;
   }
 
-  // c2 of the symbols, among which the zeros behind them do not count.
+  // The symbols, what shares their bytes, and c2.
   static void choose_center(Block& block) {
     const uint32_t vectors = block.vectors();
-    Bytes& symbols = block.symbols;
-    const Vector highest = broadcast(block.maximum);
-    const Vector limit = broadcast(canonical::kClip);
-    Sums sums{};
-    Vector present{};
     for (uint32_t i = 0; i < vectors; ++i) {
       const Vector top = load(block.plane[kWidth - 1].byte + kLanes * i);
       take_rest(top, i, block.rest);
-      const Vector symbol = move_bits<Type::kRestBits, 0, Type::kSymbolBits>(top);
-      symbols.vector[i] = symbol;
-      sums = add_bytes(sums, minimum(highest - symbol, limit));
-      present += minimum(symbol, broadcast(1));
+      block.symbols.vector[i] = move_bits<Type::kRestBits, 0, Type::kSymbolBits>(top);
     }
-    const uint32_t count = sum_of(present);
-    const uint32_t of_zeros = (vectors * kLanes - count) * distance_of_zero(block.maximum);
-    Crowd crowd{block.maximum, {total(sums) - of_zeros, count, 1}};
-    if (Type::kSymbolBits == canonical::kOutlierBits && may_have_outliers(crowd.distances)) {
-      const uint32_t low = crowded_window(symbols, vectors);
-      crowd = low != 0 ? crowd_of(symbols, vectors, low) : crowd;
-    }
+    const Crowd crowd =
+        crowd_of_survivors<Type::kSymbolBits>(block.symbols, vectors, block.maximum);
     block.center = center_of(crowd, canonical::kLq2Eighths);
   }
 

@@ -39,23 +39,6 @@ struct RestStreams {
   }
 };
 
-// Of symbols that a block's survivors have, and 0.
-inline Crowd crowd_of_survivors(const Bytes& symbols, uint32_t vectors, uint32_t symbol_bits) {
-  Vector highest{};
-  for (uint32_t i = 0; i < vectors; ++i) {
-    highest = maximum(highest, symbols.vector[i]);
-  }
-  const uint32_t maximum = highest_of(highest);
-  const Crowd all{maximum, distances_of<true>(symbols, maximum, vectors)};
-  if (symbol_bits == canonical::kOutlierBits && may_have_outliers(all.distances)) {
-    const uint32_t low = crowded_window(symbols, vectors);
-    if (low != 0) {
-      return crowd_of(symbols, vectors, low);
-    }
-  }
-  return all;
-}
-
 // Of kLanes elements in kWidth vectors, lanes of a byte that are 255 for all ones, and 0 for 0.
 template <uint32_t kWidth>
 [[gnu::always_inline]] inline Vector narrow_conditions(const Vector (&conditions)[kWidth]) {
@@ -177,6 +160,7 @@ EncodedBlock encode_sparse(const EncodeParams& params, const void* elements, uin
   const uint32_t behind = vectors * kLanes - live;
   Row planes[kWidth];  // one more than byte planes, of which there may be none
   Bytes top, all;      // with the bits of R, and without
+  Vector highest{};
   for (uint32_t i = 0; i < vectors; ++i) {
     Vector v[kWidth];
     survivors.load_planes(kLanes * i, v);
@@ -185,9 +169,10 @@ EncodedBlock encode_sparse(const EncodeParams& params, const void* elements, uin
     }
     top.vector[i] = v[kWidth - 1];
     all.vector[i] = move_bits<Type::kRestBits, 0, Type::kSymbolBits>(v[kWidth - 1]);
+    highest = maximum(highest, all.vector[i]);
   }
-  const uint8_t center =
-      center_of(crowd_of_survivors(all, vectors, Type::kSymbolBits), canonical::kLq2Eighths);
+  const Crowd crowd = crowd_of_survivors<Type::kSymbolBits>(all, vectors, highest_of(highest));
+  const uint8_t center = center_of(crowd, canonical::kLq2Eighths);
   if (behind != 0) {  // these have code 0 and become the last escapes, which do not count
     all.vector[vectors - 1] |= only(~first_lanes(kLanes - behind), broadcast(center));
   }

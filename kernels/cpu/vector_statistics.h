@@ -139,6 +139,20 @@ inline Crowd crowd_of(const Bytes& symbols, uint32_t vectors, uint32_t low) {
   return {low + span, {count * span - total(sums), count, low}};
 }
 
+// Of a sparse block's symbols, and zeros behind them.
+template <uint32_t kSymbolBits>
+[[gnu::always_inline]] inline Crowd crowd_of_survivors(const Bytes& symbols, uint32_t vectors,
+                                                       uint32_t maximum) {
+  const Crowd all{maximum, distances_of<true>(symbols, maximum, vectors)};
+  if (kSymbolBits == canonical::kOutlierBits && may_have_outliers(all.distances)) {
+    const uint32_t low = crowded_window(symbols, vectors);
+    if (low != 0) {
+      return crowd_of(symbols, vectors, low);
+    }
+  }
+  return all;
+}
+
 // --- Sizes -------------------------------------------------------------------------------------
 
 // What follows knows which v need a byte E: 18 to 253 in LQ2, 20 to 254 in LQ3.
