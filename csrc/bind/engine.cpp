@@ -199,8 +199,8 @@ void bind_engine(py::module_& module) {
       .value("BATCHES", Schedule::kBatches)
       .finalize();
   Bound<Engine, EnginePtr>(module, "Engine")
-      .calls<&Engine::set_persistent, &Engine::learn, &Engine::make_room,
-             &Engine::count_recomputed>()
+      .calls<&Engine::set_persistent, &Engine::learn, &Engine::make_room, &Engine::count_recomputed,
+             &Engine::sweep_recomputed>()
       .reads<&Engine::schedule, &Engine::lock, &Engine::departing, &Engine::timeline,
              &Engine::backward>()
       .writes<&Engine::iteration, &Engine::directed, &Engine::plans_sources, &Engine::recipes,
@@ -214,8 +214,6 @@ void bind_engine(py::module_& module) {
              return self.persistent.contains(reinterpret_cast<const void*>(key));
            })
       .def("demand", &Engine::demand, "entry"_a.none(false))
-      .def("sweep_recomputed", [](Engine& self) { self.recomputed.sweep(); })
-      .def("clear_recomputed", [](Engine& self) { self.recomputed.clear(); })
       .def_property_readonly(
           "ledger",
           [](const EnginePtr& self) { return std::shared_ptr<Ledger>(self, &self->ledger); })

@@ -18,6 +18,10 @@ inline constexpr std::tuple kMembers<Plan::Place>{
     &Plan::Place::dtype,        &Plan::Place::action,    &Plan::Place::releases,
     &Plan::Place::departures,   &Plan::Place::fetches,   &Plan::Place::departs,
     &Plan::Place::frame_nbytes, &Plan::Place::for_recipe};
+template <>
+inline constexpr std::tuple kMembers<Outcome>{
+    &Outcome::follows, &Outcome::began_backward, &Outcome::unfit,       &Outcome::refused,
+    &Outcome::nbytes,  &Outcome::peak_bytes,     &Outcome::limit_bytes, &Outcome::no_recipe};
 
 namespace {
 
@@ -71,13 +75,11 @@ void bind_entry(py::module_& module) {
       .def("__len__", [](const Plan& plan) { return plan.places.size(); });
   Bound<Iteration, IterationPtr>(module, "Iteration")
       .calls<&Iteration::entry, &Iteration::present_bytes>()
-      .reads<&Iteration::sizes, &Iteration::over, &Iteration::nbytes, &Iteration::alive_bytes,
+      .reads<&Iteration::sizes, &Iteration::over, &Iteration::nbytes, &Iteration::waits,
              &Iteration::began_backward, &Iteration::own_prefetch_bytes,
              &Iteration::least_prefetch_bytes, &Iteration::leaving_bytes, &Iteration::proven,
-             &Iteration::no_recipe, &Iteration::peak_bytes, &Iteration::pooled_bytes,
-             &Iteration::refused, &Iteration::held>()
-      .writes<&Iteration::recorder, &Iteration::follows_alone, &Iteration::learns_recipes,
-              &Iteration::unfit, &Iteration::limit_bytes>()
+             &Iteration::outcome, &Iteration::pooled_bytes, &Iteration::held>()
+      .writes<&Iteration::recorder, &Iteration::learns_recipes, &Iteration::limit_bytes>()
       .def_property_readonly("count", &Iteration::size)
       .def_property(
           "plan", [](const Iteration& self) { return std::const_pointer_cast<Plan>(self.plan); },

@@ -162,6 +162,8 @@ class Engine : public std::enable_shared_from_this<Engine> {
 
   // A recomputed unit has saved a storage again, in backward.
   void count_recomputed(const StorageRef& storage);
+  // Takes off the books what is gone of that; all of it, where nothing is in flight.
+  void sweep_recomputed(bool in_flight);
   // So many bytes are there of what a recipe makes again, whose result its entry does not have yet.
   void count_made(int64_t nbytes);
   // An operator of so many seconds is about to be launched; codec work may run beside it.

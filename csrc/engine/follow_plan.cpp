@@ -122,7 +122,7 @@ std::optional<Saved> Engine::follow_plan(const Offer& offer, AskedRecipe& asked)
   }
   const IterationPtr of = iteration;
   const std::shared_ptr<const Plan> plan = of->plan;
-  if (!plan || !of->follows_alone || of->began_backward()) {
+  if (!plan || policy.asks || of->began_backward()) {
     return std::nullopt;
   }
   const Plan::Place* const place = place_of(*plan, of->size(), offer);
@@ -131,7 +131,9 @@ std::optional<Saved> Engine::follow_plan(const Offer& offer, AskedRecipe& asked)
   const bool is_next = place != nullptr && place == plan->places.data() + of->size();
   const bool room = !is_next || of->limit_bytes == 0 ||
                     ledger.counters.resident_bytes + nbytes <= of->limit_bytes;
-  if (place == nullptr || !room || ledger.knows(offer.look.storage_key()) || runs_backward()) {
+  // What comes first says what kind of iteration it is: another size may have a plan of its own.
+  const bool is_known = place != nullptr && (of->size() > 0 || nbytes == place->nbytes);
+  if (!is_known || !room || ledger.knows(offer.look.storage_key()) || runs_backward()) {
     return std::nullopt;
   }
   const TransfersPtr& by = transfers_from(plan->device);
@@ -216,6 +218,10 @@ void Engine::count_recomputed(const StorageRef& storage) {
       backward->recorder->recomputed(recomputed.nbytes());
     }
   }
+}
+
+void Engine::sweep_recomputed(bool in_flight) {
+  in_flight ? recomputed.sweep() : recomputed.clear();
 }
 
 void Engine::count_made(int64_t nbytes) {

@@ -166,6 +166,17 @@ void Iteration::begin_backward(int64_t away_bytes) {
   }
 }
 
+Outcome Iteration::outcome() const {
+  return {.follows = plan != nullptr,
+          .began_backward = began_backward(),
+          .unfit = unfit,
+          .refused = refused,
+          .nbytes = nbytes(),
+          .peak_bytes = peak_bytes,
+          .limit_bytes = limit_bytes,
+          .no_recipe = no_recipe};
+}
+
 // --- what is known of it -------------------------------------------------------------------------
 
 int64_t Iteration::present_bytes(int64_t granularity) const {
@@ -188,12 +199,12 @@ int64_t Iteration::present_bytes(int64_t granularity) const {
   return nbytes;
 }
 
-int64_t Iteration::alive_bytes() const {
-  int64_t nbytes = 0;
+bool Iteration::waits() const {
+  int64_t alive_bytes = 0;
   for (size_t index = 0; index < size(); ++index) {
-    nbytes += entries_[index].expired() ? 0 : order_.nbytes(index);
+    alive_bytes += entries_[index].expired() ? 0 : order_.nbytes(index);
   }
-  return nbytes;
+  return 2 * alive_bytes > nbytes();
 }
 
 std::vector<StorageRefPtr> Iteration::present() const {

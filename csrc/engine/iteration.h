@@ -24,6 +24,18 @@ namespace memswap {
 
 class Recorder;
 
+// How an iteration went so far, for who made its plan (the members of these names).
+struct Outcome {
+  bool follows = false;  // the plan, to here
+  bool began_backward = false;
+  bool unfit = false;
+  bool refused = false;
+  int64_t nbytes = 0;
+  int64_t peak_bytes = 0;
+  int64_t limit_bytes = 0;
+  std::set<size_t> no_recipe;
+};
+
 // The engine's lock serialises the calls.
 class Iteration : public std::enable_shared_from_this<Iteration> {
  public:
@@ -61,7 +73,8 @@ class Iteration : public std::enable_shared_from_this<Iteration> {
   size_t size() const { return order_.size(); }
   int64_t nbytes() const { return order_.raw().nbytes + order_.decoded().nbytes; }
   std::vector<int64_t> sizes() const { return order_.sizes(); }  // bytes of each
-  int64_t alive_bytes() const;
+  // Whether most of what was saved is still there, for a backward that may come.
+  bool waits() const;
   // Bytes of the device that its storages and their frames take now, whoever holds them, each
   // rounded up to a multiple of `granularity`, which is 1 at least.
   int64_t present_bytes(int64_t granularity) const;
@@ -94,8 +107,6 @@ class Iteration : public std::enable_shared_from_this<Iteration> {
 
   // What happens to its storages; nullptr: nobody has planned.
   std::shared_ptr<const Plan> plan;
-  // The plan is followed without asking anybody.
-  bool follows_alone = false;
   // Whether its plan knows all of its storages, and so says what comes back when.
   bool returns_as_planned() const { return plan && plan->places.size() == size(); }
   int64_t peak_bytes = 0;  // resident ones, the most at a mark of the plan
@@ -121,6 +132,8 @@ class Iteration : public std::enable_shared_from_this<Iteration> {
   // Its forward is over, and its backward begins. What saved another number of storages than
   // planned follows the plan no more.
   void begin_backward(int64_t away_bytes);
+
+  Outcome outcome() const;
 
   // Places of storages that stayed alive although they had left.
   std::set<size_t> held;

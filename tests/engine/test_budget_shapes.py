@@ -115,6 +115,19 @@ def test_a_few_shapes_have_a_plan_each_and_the_second_one_at_once(device, new_po
         assert counted["plans"] == 2 and not counted["without a plan"]
 
 
+def test_a_length_that_would_fit_the_last_ones_plan_has_its_own(device, new_pool):
+    layers = new_layers(device)
+    with memswap.manage(
+        layers, SWAP, pool=new_pool(), budget="60%", rates=rates_for(device)
+    ) as manager:
+        for _ in range(5):
+            step(layers, 32, device)
+        kept = manager.plan.kept_peak_bytes
+        for rows in (28, 28, 32, 28, 32):  # the engine follows plans for up to a quarter less
+            step(layers, rows, device)
+            assert manager.plan.kept_peak_bytes * 32 == kept * rows, "another length's plan"
+
+
 def test_lengths_that_are_in_flight_together_share_the_budget(device, new_pool):
     """Also the one that always begins first, when nothing is in flight yet."""
     layers = new_layers(device)

@@ -245,7 +245,7 @@ def _knows_no_operator(scope: HookScope, call: Any = None) -> None:
 
 
 def test_planned_recipes_are_followed_without_asking(device, new_pool, monkeypatch):
-    """But for the first storage, and where room has to be made."""
+    """But where room has to be made."""
     one = Managed(device, new_pool(), "75%")
     one.step()
     asked, choose = [0], BudgetDirector.choose

@@ -13,6 +13,7 @@ from planned_stacks import LAZY
 from race_workloads import DEVICE, new_pool
 
 from memswap.planning.director import BudgetDirector
+from memswap.planning.in_flight import InFlight
 from simdev import laboratory
 
 pytestmark = [pytest.mark.own_laboratory, pytest.mark.one_schedule]
@@ -60,12 +61,11 @@ def test_what_starts_back_without_room_exceeds_the_budget(monkeypatch):
 
 
 def test_what_stays_and_is_larger_than_planned_exceeds_the_budget(monkeypatch):
-    began = BudgetDirector._begin
+    planned = InFlight.planned
 
-    def begin(self, *arguments):
-        one = began(self, *arguments)
-        one.excess_bytes = -(1 << 40)
-        return one
+    def without_excess(self, *arguments):
+        self.excess_bytes = -(1 << 40)
+        return planned(self, *arguments)
 
-    monkeypatch.setattr(BudgetDirector, "_begin", begin)
+    monkeypatch.setattr(InFlight, "planned", without_excess)
     assert beyond_the_budget(0.8, False) > 0

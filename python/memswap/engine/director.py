@@ -17,8 +17,8 @@ class Director(Protocol):
 
     Storages that the policy keeps reach a director as well, unlike an engine without one. What
     happens at each mark of an iteration is taken down by its `Iteration.recorder`, and recipes of
-    its storages in `Iteration.proven` and `Iteration.no_recipe`. Under a plan (`Iteration.plan`,
-    `Iteration.follows_alone`) nobody is asked about a storage that is as expected.
+    its storages in `Iteration.proven` and `Iteration.outcome`. Under a plan (`Iteration.plan`)
+    nobody is asked about a storage that is as expected, unless the policy asks about each.
     """
 
     def begin(self, iteration: Iteration) -> int | None:

@@ -107,8 +107,8 @@ class Engine(native.Engine):
                 opened = self.open_transfers()
                 for transfers in opened:
                     transfers.trim_outputs()  # before the director looks at what is there
-                if self.director is not None:
-                    leaving_bytes = self.director.begin(begun) or leaving_bytes
+                if self._director is not None:
+                    leaving_bytes = self._director.begin(begun) or leaving_bytes
                 for transfers in opened:
                     transfers.begin_iteration(leaving_bytes, ended.nbytes)
                 if self.windows is not None:

@@ -15,8 +15,10 @@ import torch
 from memswap._native import native
 from memswap.engine.action import ENCODE_SWAP, KEEP, SWAP
 from memswap.engine.expectations import Key
+from memswap.engine.recipe_record import RecipeRecord
 from memswap.planning.device import DevicePlan
 from memswap.planning.in_flight import InFlight
+from memswap.planning.kinds import Timing
 from memswap.planning.learner import Learner
 from memswap.planning.replay import CODED
 from memswap.planning.shapes import Kinds
@@ -83,6 +85,8 @@ class BudgetDirector:
         self._kinds = Kinds(separate=group is None)
         self._latest: StepKind | None = None
         self._in_flight: list[InFlight] = []  # in the order in which they began
+        # The iteration that saves next, as one more of the latest kind. It has begun once it saves.
+        self._offered: InFlight | None = None
 
     # --- what users see ---------------------------------------------------------------------------
 
@@ -92,8 +96,10 @@ class BudgetDirector:
         kind = self._latest
         if kind is None or kind.plan is None:
             return None
-        for one in self._in_flight:
-            one.take_peak()
+        with self._engine.lock:
+            self._notice()
+            for one in self._in_flight:
+                one.look()
         return replace(
             kind.plan,
             measured_peak_bytes=kind.measured.peak_bytes,
@@ -120,7 +126,7 @@ class BudgetDirector:
     def look(self) -> None:
         """Notice what is gone, without a mark."""
         with self._engine.lock:
-            self._engine.sweep_recomputed()
+            self._engine.sweep_recomputed(True)
 
     def wait(self) -> None:
         """Have what the steps so far show planned with, and wait for that.
@@ -146,8 +152,9 @@ class BudgetDirector:
         engine = self._engine
         with engine.lock:
             engine.director = None
+            self._notice()
             for one in self._in_flight:
-                one.take_peak()
+                one.look()
                 one.iteration.recorder = None
             self._in_flight.clear()
             for transfers in engine.open_transfers():
@@ -162,14 +169,20 @@ class BudgetDirector:
         """A new forward: end the books of those that are over, and follow plans that were made."""
         self._end_iterations()
         self._learner.begin()
-        kinds, latest = list(self._kinds), self._latest
-        self._engine.knows_operators = not kinds or any(one.needs_operators for one in kinds)
-        if latest is not None and self._learner.keeps_next(latest):
-            self._engine.knows_operators = False
+        latest = self._latest
+        knows = latest is None or any([kind.needs_operators for kind in self._kinds])
+        if latest is not None and latest.holding is not None and self._learner.keeps_next(latest):
+            knows = False
+        self._engine.knows_operators = knows
         if self._device is not None:
             self._look_at_device(self._device)
-        plans = [kind.plan for kind in self._kinds if kind.plan is not None]
-        return max((plan.limit_bytes for plan in plans), default=None)
+        if latest is not None and latest.plan is not None:
+            self._offer(iteration, latest, latest.plan)
+        limit_bytes = 0
+        for kind in self._kinds:
+            if kind.plan is not None and kind.plan.limit_bytes > limit_bytes:
+                limit_bytes = kind.plan.limit_bytes
+        return limit_bytes or None
 
     def choose(
         self,
@@ -184,23 +197,23 @@ class BudgetDirector:
         iteration = self._engine.iteration
         key = Key(unit, ordinal, nbytes, tensor.dtype)
         one = self._of(iteration) or self._begin(iteration, key, tensor.device)
-        chosen = None
+        timing, chosen = one.timing, None
         if one.plan is not None:
             chosen = one.planned(key, action)
             if iteration.limit_bytes:
                 self._make_room(one, nbytes)
-        elif self._tries_codec(one, action):
+        elif self._tries_codec(one, action, tensor.device):
             chosen = ENCODE_SWAP
         recorded = chosen or action
         if insists:
             # Nothing to plan: it counts as kept, which is the most that it can take.
             chosen, recorded = None, KEEP
-        elif chosen is None and self._times_copies(one, action):
+        elif chosen is None and self._times_copies(one, action, tensor.device):
             chosen = SWAP
-        if one.recorder is not None:
-            one.recorder.choose(unit, ordinal, nbytes, tensor.dtype, recorded)
+        if timing is not None:
+            timing.recorder.choose(unit, ordinal, nbytes, tensor.dtype, recorded)
             if one.plan is None:
-                one.recipes.name(iteration.count, tensor, self._parameters(unit))
+                timing.recipes.name(iteration.count, tensor, self._parameters(unit))
         return chosen
 
     def _parameters(self, unit: str) -> Mapping[int, str]:
@@ -228,17 +241,48 @@ class BudgetDirector:
                 key = Key(name, -1, nbytes, tensors[0].dtype)
                 one = self._begin(iteration, key, tensors[0].device)
             on = one.off is not None and name not in one.off
-            if not on and one.recorder is not None:
+            if not on and one.timing is not None:
                 plain = (one for one in tensors if not (one.is_leaf and one.requires_grad))
                 inputs = [one for one in plain if not engine.is_persistent(native.storage_key(one))]
-                one.recorder.region(name, inputs, iteration, engine.policy.min_bytes)
+                one.timing.recorder.region(name, inputs, iteration, engine.policy.min_bytes)
             return on
 
     # --- iterations in flight ---------------------------------------------------------------------
 
     def _of(self, iteration: Iteration) -> InFlight | None:
-        """What is known of an iteration that has not ended."""
+        """What is known of an iteration that has begun and has not ended."""
+        self._notice()
         return next((one for one in self._in_flight if one.iteration is iteration), None)
+
+    def _offer(self, iteration: Iteration, kind: StepKind, plan: Plan) -> None:
+        """Have an iteration follow a kind's plan by itself, if it saves first what these do.
+
+        Nobody is asked about its first storage then, and that it has begun is noticed later. Not
+        where it is to be timed, or is in flight with others that are, or that are of other kinds.
+        """
+        followed, others = kind.ready(plan), self._in_flight
+        if followed is None or followed.first != kind.known.first or self._learner.times(kind):
+            return
+        for one in others:
+            if one.timing is not None or one.kind is not kind:
+                return
+        if self._bounded and plan.in_flight <= len(others):
+            return
+        self._offered = InFlight(iteration, kind, followed)
+        self._set_overflow_room(followed.transfers)
+        self._set_limit()
+
+    def _notice(self) -> None:
+        """What follows the plan that it was offered has begun, unless nothing was saved so far."""
+        one, self._offered = self._offered, None
+        if one is None:
+            return
+        if one.iteration.count:
+            self._count(one.kind)
+            one.kind.count()
+            self._in_flight.append(one)
+        else:
+            one.take_back()
 
     def _begin(self, iteration: Iteration, first: Key, device: torch.device) -> InFlight:
         """What comes first says what kind of step it is."""
@@ -249,72 +293,84 @@ class BudgetDirector:
             self._learner.lend(kind, lender, device)
             self._learner.collect()
         self._latest = kind
-        in_flight = 1 + len(self._in_flight)
-        # All of them share the budget, those as well that so far began when nothing was in flight.
-        for one in dict.fromkeys((kind, *(other.kind for other in self._in_flight))):
-            if one.flights.see(in_flight):
-                self._learner.make_room(one)
-        if kind.flights.count():
-            self._learner.make_room(kind)
+        self._count(kind)
         self._learner.collect()
+        kind.device = device
         transfers = self._engine.transfers(device)
         assert transfers is not None  # or the engine would not have asked
-        recorder = new_recorder(transfers) if self._learner.times(kind) else None
-        policy, plan = self._engine.policy, kind.plan
-        if self._bounded and plan is not None and plan.in_flight < in_flight:
+        timing, plan, plain = None, kind.plan, False
+        if self._learner.times(kind):
+            timing = Timing(first, device, new_recorder(transfers), RecipeRecord())
+            kind.planning = kind.planning or self._learner.together
+        kind.count()
+        if self._bounded and plan is not None and plan.in_flight <= len(self._in_flight):
             plan = None  # it leaves the others no room; what leaves is safe
-        kind.device, plain = device, False
-        if plan is not None and recorder is not None and kind.holding is not None:
+        if plan is not None and timing is not None and kind.holding is not None:
             plain = kind.holding.begin()
             plan = kind.holding.kept if plain else plan
-        followed = None if plan is None else kind.followed(plan, transfers, policy.min_bytes)
-        begun = InFlight(iteration, kind, followed, first, device, recorder, plain)
-        iteration.follows_alone = policy.fn is None
+        least_bytes = self._engine.policy.min_bytes
+        followed = None if plan is None else kind.followed(plan, transfers, least_bytes)
+        size = first.nbytes / kind.known.first.nbytes
+        begun = InFlight(iteration, kind, followed, size, timing, plain)
         self._in_flight.append(begun)
         self._watch_device(begun)
         self._set_overflow_room(transfers)
-        if self._bounded:
-            self._set_limit()
+        self._set_limit()
         return begun
+
+    def _count(self, kind: StepKind) -> None:
+        """An iteration of a kind begins: how many are in flight?"""
+        in_flight = 1 + len(self._in_flight)
+        # All of them share the budget, those as well that so far began when nothing was in flight.
+        if kind.flights.see(in_flight):
+            self._learner.make_room(kind)
+        for other in self._in_flight:
+            if other.kind.flights.see(in_flight):
+                self._learner.make_room(other.kind)
+        if kind.flights.count():
+            self._learner.make_room(kind)
 
     def _end_iterations(self) -> None:
         """End the books of forwards whose backward is over; what they show is learnt from."""
-        engine = self._engine
-        engine.sweep_recomputed()
+        self._notice()
         waiting: list[InFlight] = []
         ended: list[InFlight] = []
         for one in self._in_flight:
-            (waiting if one.waits else ended).append(one)
+            (waiting if one.iteration.waits else ended).append(one)
         self._in_flight = waiting
-        if not self._in_flight:
-            engine.clear_recomputed()
+        self._engine.sweep_recomputed(bool(waiting))
         for one in ended:
-            if one.recorder is not None:
-                one.take_recipes()
-                one.iteration.recorder = None
-                one.recorder.close()
-                if self._device is not None and one.recorder.workspace is not None:
-                    self._device.end(one.recorder.workspace)
+            one.end()
+            if self._device is not None and (workspace := one.workspace) is not None:
+                self._device.end(workspace)
         for one in ended:
-            one.take_peak()
             self._learner.ended(one)
+
+    def _planned(self) -> list[tuple[Iteration, Plan]]:
+        """Those that follow a plan, or are offered one."""
+        known = self._in_flight if self._offered is None else [*self._in_flight, self._offered]
+        return [(one.iteration, one.plan) for one in known if one.plan is not None]
 
     def _set_limit(self) -> None:
         """What iterations in flight stay below although they save other sizes.
 
         A share of a short step's bytes is no bound for a long one that is in flight as well.
         """
-        planned = [(one.iteration, one.plan) for one in self._in_flight if one.plan is not None]
-        limits = [plan.limit_bytes * plan.in_flight for _, plan in planned]
+        if not self._bounded:
+            return
+        planned, limit_bytes = self._planned(), 0
+        for _, plan in planned:
+            limit_bytes = max(limit_bytes, plan.limit_bytes * plan.in_flight)
         for iteration, _ in planned:
-            iteration.limit_bytes = max(iteration.limit_bytes, *limits)
+            if iteration.limit_bytes < limit_bytes:
+                iteration.limit_bytes = limit_bytes
 
     def _set_overflow_room(self, transfers: Transfers) -> None:
         """As much as the plans of the iterations in flight ask for; without one, none is set."""
         if not transfers.works_ahead:
             return  # a processor's frames do not overflow
-        plans = [one.plan for one in self._in_flight if one.plan is not None]
-        room = max((plan.arena_bytes * plan.in_flight for plan in plans), default=None)
+        rooms = (plan.arena_bytes * plan.in_flight for _, plan in self._planned())
+        room = max(rooms, default=None)
         self._engine.set_overflow_room(transfers, room)
 
     def _make_room(self, one: InFlight, nbytes: int) -> None:
@@ -366,12 +422,13 @@ class BudgetDirector:
     def _watch_device(self, begun: InFlight) -> None:
         """An iteration has begun: have what else is there taken down, if it is learnt."""
         device, iterations = self._device, [one.iteration for one in self._in_flight]
-        if device is not None and begun.recorder is not None and begun.plan is None:
-            begun.recorder.workspace = device.record(iterations, self._baseline_bytes)
+        if device is not None and begun.timing is not None and begun.plan is None:
+            workspace = device.record(iterations, self._baseline_bytes)
+            begun.timing.recorder.workspace = workspace
             return
         for one in self._in_flight:
-            if one.recorder is not None and one.recorder.workspace is not None:
-                one.recorder.workspace.watch(begun.iteration)
+            if one.workspace is not None:
+                one.workspace.watch(begun.iteration)
 
     def _present_bytes(self, granularity: int) -> int:
         """What saved storages take of the device now, each rounded up, and frames' arenas."""
@@ -381,22 +438,22 @@ class BudgetDirector:
 
     # --- learning ---------------------------------------------------------------------------------
 
-    def _tries_codec(self, one: InFlight, action: Action) -> bool:
+    def _tries_codec(self, one: InFlight, action: Action, device: torch.device) -> bool:
         """Whether a storage of this iteration shows how much it shrinks."""
         return (
             one.kind.learning.tries_codec
             and action is SWAP
             and not self._fixed
-            and native.codec_name(one.device) is not None
+            and native.codec_name(device) is not None
         )
 
-    def _times_copies(self, one: InFlight, action: Action) -> bool:
+    def _times_copies(self, one: InFlight, action: Action, device: torch.device) -> bool:
         """Whether what is to be encoded is swapped, in an iteration that shows the model's times.
 
         Encodes beside compute would make the gaps between marks longer than they are.
         """
-        learns = one.recorder is not None and one.plan is None
-        return learns and action in CODED and one.device.type != "cpu"
+        learns = one.timing is not None and one.plan is None
+        return learns and action in CODED and device.type != "cpu"
 
 
 def new_recorder(transfers: Transfers) -> Recorder:

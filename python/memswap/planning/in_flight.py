@@ -5,15 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from memswap.engine.action import KEEP
-from memswap.engine.recipe_record import RecipeRecord
 
 if TYPE_CHECKING:
-    import torch
-
-    from memswap._C import Iteration, Recorder
+    from memswap._C import Iteration, Workspace
     from memswap.engine.action import Action
     from memswap.engine.expectations import Key
-    from memswap.planning.kinds import Followed, StepKind
+    from memswap.planning.kinds import Followed, StepKind, Timing
     from memswap.planning.plan import Plan
 
 #: An iteration counts as another one when the bytes that it saves have changed by this share.
@@ -27,9 +24,8 @@ class InFlight:
         iteration: that is in flight.
         kind: of steps that it is one of.
         followed: the plan that it follows, or None.
-        first: what it saves first.
-        device: where that is.
-        recorder: takes it down; None: nobody does.
+        size: of the first storage, as a share of that which the kind is known by.
+        timing: takes it down; None: nobody does.
         plain: whether everything stays in it, to compare the plan in force with.
     """
 
@@ -38,25 +34,23 @@ class InFlight:
         iteration: Iteration,
         kind: StepKind,
         followed: Followed | None,
-        first: Key,
-        device: torch.device,
-        recorder: Recorder | None,
+        size: float = 1.0,
+        timing: Timing | None = None,
         plain: bool = False,
     ) -> None:
         self.iteration = iteration
         self.kind = kind
-        self.plan: Plan | None = None
-        if followed is not None:
-            self.plan, iteration.plan = followed.plan, followed.native
         self._followed = followed
-        self.first = first
-        self.device = device
-        self.recorder = recorder
-        if recorder is not None:
-            iteration.recorder = recorder
+        self._size = size
+        self.timing = timing
         self.plain = plain
-        self.recipes = RecipeRecord()
-        iteration.learns_recipes = followed is None  # or the plan says what is recomputed
+        self.plan: Plan | None = None
+        if followed is None:  # or the plan says what is recomputed
+            iteration.learns_recipes = True
+        else:
+            self.plan, iteration.plan = followed.plan, followed.native
+        if timing is not None:
+            iteration.recorder = timing.recorder
         self.trial = kind.known.trial
         #: Regions that are off; None: each of them, which makes itself known.
         self.off = kind.regions_off()
@@ -64,7 +58,18 @@ class InFlight:
         self.excess_bytes = 0
         #: Storages that were waited for since there was no room.
         self.waited_for = 0
-        self._size = first.nbytes / kind.known.first.nbytes  # of what the plan is for
+        # How it went, as `look` has seen it last.
+        #: Whether it left its plan, or its forward saved clearly more or fewer bytes than planned.
+        self.changed = False
+        self.began_backward = False
+        #: Whether frames took more than was planned.
+        self.unfit = False
+        #: Whether the pool had no room for something.
+        self.refused = False
+        #: The most that was resident, and by how much that exceeds the budget of all in flight.
+        self.peak_bytes = self.over_budget_bytes = 0
+        #: Storages that were to be recomputed, and were not.
+        self.no_recipe: set[int] = set()
 
     # --- what happens to a storage ----------------------------------------------------------------
 
@@ -81,7 +86,7 @@ class InFlight:
         assert followed is not None
         plan = followed.plan
         planned = None
-        if not self.lost and index < len(plan.storages):
+        if self.iteration.plan is not None and index < len(plan.storages):
             planned = plan.storages[index]
         if planned is None or (planned.unit, planned.ordinal, planned.dtype) != (
             key.unit,
@@ -102,55 +107,54 @@ class InFlight:
             self.excess_bytes += more_bytes
         return chosen
 
+    @property
+    def workspace(self) -> Workspace | None:
+        """What takes down the device beside it; None: nobody does."""
+        return None if self.timing is None else self.timing.recorder.workspace
+
     # --- how it goes ------------------------------------------------------------------------------
 
-    @property
-    def waits(self) -> bool:
-        """Whether most of what it saved is still there, for a backward that may come."""
-        return 2 * self.iteration.alive_bytes > self.iteration.nbytes
-
-    @property
-    def lost(self) -> bool:
-        """Whether it went another way than planned."""
-        return self.plan is not None and self.iteration.plan is None
-
-    @property
-    def changed(self) -> bool:
-        """Whether it is `lost`, or its forward saved clearly more or fewer bytes than planned."""
-        if self._followed is None or not self.iteration.began_backward:
-            return self.lost
-        expected = self._size * self._followed.saved_bytes
-        other = abs(self.iteration.nbytes - expected) > SIZE_TOLERANCE * expected
-        return self.lost or other
-
-    @property
-    def over_budget_bytes(self) -> int:
-        """By how much the most that was resident exceeds the budget of all that is in flight."""
-        if self.plan is None or self.plan.budget_bytes is None:
-            return 0
-        peak_bytes = self.iteration.peak_bytes
-        if peak_bytes <= self.plan.budget_bytes:
-            return 0
-        return max(peak_bytes - max(self.plan.budget_bytes, self.iteration.limit_bytes), 0)
-
-    @property
-    def no_recipe(self) -> set[int]:
-        """Storages that were to be recomputed, and were not."""
-        return self.iteration.no_recipe
-
-    def take_recipes(self) -> None:
-        """Take down which storages could have been recomputed."""
-        for index, recipe in self.iteration.proven:
-            self.recipes.seen(index, recipe)
-
-    def take_peak(self) -> None:
-        """Notice the most that was resident so far, if it is the doing of the plan in force."""
-        plan, iteration, measured = self.plan, self.iteration, self.kind.measured
-        peak_bytes = iteration.peak_bytes
-        if plan is None or plan is not self.kind.plan or not peak_bytes:
+    def look(self) -> None:
+        """How does it go? A higher peak is noticed, if it is the doing of the plan in force."""
+        (
+            follows,
+            self.began_backward,
+            self.unfit,
+            self.refused,
+            nbytes,
+            self.peak_bytes,
+            limit_bytes,
+            self.no_recipe,
+        ) = self.iteration.outcome
+        followed, plan, measured = self._followed, self.plan, self.kind.measured
+        if followed is None or plan is None:
             return
-        measured.peak_bytes = max(peak_bytes, measured.peak_bytes or 0)
-        measured.over_budget_bytes = max(self.over_budget_bytes, measured.over_budget_bytes)
-        limit_bytes = iteration.limit_bytes or plan.limit_bytes * plan.in_flight
-        if peak_bytes > limit_bytes and not self.changed:
-            iteration.unfit = True
+        self.changed = not follows
+        if follows and self.began_backward:
+            expected = self._size * followed.saved_bytes
+            self.changed = abs(nbytes - expected) > SIZE_TOLERANCE * expected
+        self.over_budget_bytes = 0
+        if plan.budget_bytes is not None and self.peak_bytes > plan.budget_bytes:
+            allowed_bytes = max(plan.budget_bytes, limit_bytes)
+            self.over_budget_bytes = max(self.peak_bytes - allowed_bytes, 0)
+        if plan is not self.kind.plan or not self.peak_bytes:
+            return
+        measured.peak_bytes = max(self.peak_bytes, measured.peak_bytes or 0)
+        if self.over_budget_bytes > measured.over_budget_bytes:
+            measured.over_budget_bytes = self.over_budget_bytes
+        if self.peak_bytes > (limit_bytes or plan.limit_bytes * plan.in_flight):
+            self.unfit = self.unfit or not self.changed
+
+    def end(self) -> None:
+        """It is over, or nobody wants to know any more: nothing more of it is taken down."""
+        self.look()
+        if self.timing is None:
+            return
+        for index, recipe in self.iteration.proven:
+            self.timing.recipes.seen(index, recipe)
+        self.iteration.recorder = None
+        self.timing.recorder.close()
+
+    def take_back(self) -> None:
+        """It has not begun, and is known by what it saves first."""
+        self.iteration.plan, self.iteration.limit_bytes = None, 0

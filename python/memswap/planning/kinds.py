@@ -159,12 +159,6 @@ class Measured:
     timing: Timing | None = None
     """Of an iteration that has ended, and that nobody has looked at."""
 
-    def times_next(self, retime_after: int) -> bool:
-        """Count an iteration. Whether it is to be timed."""
-        self.iterations += 1
-        again, self.checks_again = self.checks_again, False
-        return self.iterations == 2 or self.iterations % retime_after == 0 or again
-
 
 @dataclass(slots=True)
 class Learning:
@@ -183,11 +177,11 @@ class Learning:
         return self.iterations == 2
 
     def times_next(self) -> bool:
-        """Count an iteration. Whether it is to be timed."""
-        self.iterations += 1
+        """Whether the next iteration is to be timed."""
+        number = self.iterations + 1
         if self.unusable >= MOST_UNUSABLE:
-            return self.iterations % MOST_UNUSABLE == 0
-        return self.iterations >= 3
+            return number % MOST_UNUSABLE == 0
+        return number >= 3
 
     def again(self) -> None:
         """The next iteration is timed. What is known of frames stays known."""
@@ -208,6 +202,9 @@ class Followed:
         self, plan: Plan, keys: tuple[Key, ...], transfers: Transfers, least_bytes: int
     ) -> None:
         self.plan = plan
+        self.transfers = transfers
+        #: What it has for the storage that comes first, if anything.
+        self.first = keys[0] if keys else None
         self.native: NativePlan = native_plan(plan, keys, transfers, least_bytes)
         self.saved_bytes = plan.step.saved_bytes
         self._at_place: Mapping[Place, PlannedStorage] = {
@@ -264,6 +261,7 @@ class StepKind:
 
     def __init__(self, first: Key) -> None:
         self.known = Known(first)
+        self.plan: Plan | None = None  # the one in force: `known.plan`
         self.learning = Learning()
         self.measured = Measured()
         self.flights = Flights()
@@ -278,25 +276,29 @@ class StepKind:
         self.needs_operators = True  # whether the plan has recipes, or one is still to be made
         self._ready: list[Followed] = []  # the last two
 
-    @property
-    def plan(self) -> Plan | None:
-        """The plan in force."""
-        return self.known.plan
-
     def times_next(self) -> bool:
-        """Count an iteration. Whether it is to be timed."""
+        """Whether the next iteration is to be timed."""
         if self.plan is None:
-            timed = self.learning.times_next()
+            return self.learning.times_next()
+        measured, after = self.measured, RETIME_AFTER
+        if self.known.device is not None:
+            after = min(RETIME_AFTER, RETIME_DEVICES_AFTER)
+        number = measured.iterations + 1
+        compared = self.holding is not None and number >= 2
+        return compared or number == 2 or number % after == 0 or measured.checks_again
+
+    def count(self) -> None:
+        """An iteration has begun."""
+        if self.plan is None:
+            self.learning.iterations += 1
         else:
-            together = self.known.device is not None
-            after = min(RETIME_AFTER, RETIME_DEVICES_AFTER) if together else RETIME_AFTER
-            timed = self.measured.times_next(after)
-        return timed or (self.holding is not None and self.measured.iterations >= 2)
+            self.measured.iterations += 1
+            self.measured.checks_again = False
 
     def regions_off(self) -> frozenset[str] | None:
         """Which regions are off in the next iteration; None: all of them."""
         known, learning = self.known, self.learning
-        if known.plan is not None or known.trial is not None:
+        if self.plan is not None or known.trial is not None:
             if known.full is None or not known.full.regions:
                 return frozenset()
             on = known.recompute if known.plan is None else known.plan.recompute
@@ -318,6 +320,13 @@ class StepKind:
         self.patience *= 2
         return True
 
+    def ready(self, plan: Plan) -> Followed | None:
+        """What `followed` has made for a plan, if it was one of the last."""
+        for one in self._ready:
+            if one.plan is plan:
+                return one
+        return None
+
     def followed(self, plan: Plan, transfers: Transfers, least_bytes: int) -> Followed:
         """A plan for the storages of the one in force, ready to be followed.
 
@@ -326,14 +335,14 @@ class StepKind:
                 (`holding`).
             transfers, least_bytes: see `Followed`.
         """
+        if (ready := self.ready(plan)) is not None:
+            return ready
         now = self.known.in_force
         assert now is not None
-        ready = next((one for one in self._ready if one.plan is plan), None)
-        if ready is None:
-            keys = now.keys if plan is now.plan else left(now.keys, now.step.sources)
-            ready = Followed(plan, keys, transfers, least_bytes)
-            self._ready = [*self._ready[-1:], ready]
-        return ready
+        keys = now.keys if plan is now.plan else left(now.keys, now.step.sources)
+        made = Followed(plan, keys, transfers, least_bytes)
+        self._ready = [*self._ready[-1:], made]
+        return made
 
     def tries_again(self) -> bool:
         """Whether a plan that declined has been in force for long enough: a machine may have become
@@ -346,6 +355,7 @@ class StepKind:
     def follow(self, known: Known) -> None:
         """What was planned with is known from here on; if it has another plan, that is followed."""
         if (plan := known.plan) is not self.plan:
+            self.plan = plan
             self.plans += plan is not None
             self.measured, self.holding = Measured(), None
             self.needs_operators = plan is None or any(

@@ -53,7 +53,7 @@ from memswap.planning.holding import (
     Sample,
     kept_plan,
 )
-from memswap.planning.kinds import MOST_DOUBTS, MOST_UNUSABLE, REFRAME_AFTER, Costs, Timing, Trial
+from memswap.planning.kinds import MOST_DOUBTS, MOST_UNUSABLE, REFRAME_AFTER, Costs, Trial
 from memswap.planning.making import Made, Terms, from_step, planned, sized_like
 from memswap.planning.observed import calibrated, keys_of, left, reframed
 from memswap.planning.planner import AUTO_SLOWDOWN
@@ -68,7 +68,7 @@ if TYPE_CHECKING:
     from memswap.planning.account import DeviceAccount
     from memswap.planning.background import Job
     from memswap.planning.in_flight import InFlight
-    from memswap.planning.kinds import StepKind
+    from memswap.planning.kinds import StepKind, Timing
     from memswap.planning.rates import Rates
     from memswap.planning.step import Step
 
@@ -143,23 +143,21 @@ class Learner:
             BudgetError: no plan meets the budget.
         """
         self._forwards.number += 1
-        self.collect()
+        self.background.collect(self._forwards.number)
 
     def collect(self) -> None:
         """Follow the plans that have been made by now."""
         self.background.collect(self._forwards.number)
 
     def times(self, kind: StepKind) -> bool:
-        """Count an iteration that begins. Whether it is timed.
+        """Whether the next iteration of a kind is timed.
 
         Ranks that plan together time one iteration after another, the same ones: each of them
         answers for it in its own time, and nobody times the next one before all follow what was
         found.
         """
-        timed = kind.times_next()
-        if self._ranks is not None and timed:
-            timed, kind.planning = not kind.planning, True
-        return timed
+        waits = kind.planning and self._ranks is not None
+        return not waits and kind.times_next()
 
     def keeps_next(self, kind: StepKind) -> bool:
         """Whether everything stays in the next iteration, which a plan is compared with."""
@@ -168,9 +166,8 @@ class Learner:
 
     def ended(self, one: InFlight) -> None:
         """An iteration is over."""
-        kind, recorder = one.kind, one.recorder
-        timing = None if recorder is None else Timing(one.first, one.device, recorder, one.recipes)
-        if one.plan is None and one.iteration.refused:
+        kind, timing = one.kind, one.timing
+        if one.plan is None and one.refused:
             full_at_bytes = max(kind.learning.full_at_bytes, one.iteration.pooled_bytes)
             kind.learning.full_at_bytes = full_at_bytes
         if kind.plan is None:
@@ -193,27 +190,27 @@ class Learner:
 
     def _followed(self, one: InFlight, timing: Timing | None) -> None:
         """An iteration followed the plan in force: is that still the right one?"""
-        kind, iteration = one.kind, one.iteration
-        measured, as_planned = kind.measured, not one.changed
+        kind, as_planned = one.kind, not one.changed
+        measured = kind.measured
         measured.timing = measured.timing or timing
         measured.unproven = measured.unproven + 1 if one.no_recipe else 0
         if measured.unproven > PROOFS:
             self._drop_recipes(kind, one.no_recipe)
             return
-        over = self._tell_if_over(one)
+        over = one.over_budget_bytes > 0 and self._tell_if_over(one)
         # An evaluation begins like a step and saves less; there is nothing to learn from it.
-        if iteration.began_backward and kind.looked(as_planned):
+        if one.began_backward and kind.looked(as_planned):
             kind.learn_again()
             return
-        measured.unfit = measured.unfit + 1 if iteration.unfit else 0
-        if iteration.refused and iteration.pooled_bytes < kind.known.room_bytes:
-            kind.follow(replace(kind.known, room_bytes=iteration.pooled_bytes))
+        measured.unfit = measured.unfit + 1 if one.unfit else 0
+        if one.refused and one.iteration.pooled_bytes < kind.known.room_bytes:
+            kind.follow(replace(kind.known, room_bytes=one.iteration.pooled_bytes))
             self.make_room(kind)
             return
         over = over or outgrown(one)
         lasting = measured.unfit >= 2 and measured.iterations >= REFRAME_AFTER
         if over or lasting:
-            self._reframe(kind, one.device)
+            self._reframe(kind)
             return
         timing = measured.timing
         if timing is not None and as_planned and not self._plans(kind) and timing.recorder.ready():
@@ -225,12 +222,12 @@ class Learner:
         over = one.over_budget_bytes
         if not over:
             return False
-        peak = one.iteration.peak_bytes
+        peak = one.peak_bytes
         why = (
             "more forwards are in flight than before, frames became longer than planned with "
             "nowhere else for the bytes to go, or saved tensors are held for longer than they were"
         )
-        if one.iteration.refused:
+        if one.refused:
             why = "the pool has no room for what was to leave (stats().kept)"
         elif one.changed:
             why = "the step saved other storages, or larger ones, than the plan is for"
@@ -485,7 +482,7 @@ class Learner:
         if not self._plans(kind):
             self._replan(kind, now.step.without_recipes(storages))
 
-    def _reframe(self, kind: StepKind, device: torch.device) -> None:
+    def _reframe(self, kind: StepKind) -> None:
         """Frames are longer than planned: plan with those that are seen by now.
 
         Nothing is learnt anew, which would take an iteration without a budget.
@@ -494,7 +491,8 @@ class Learner:
         if self._plans(kind):
             return
         self._engine.stats()  # takes in what encoders have reported
-        self._replan(kind, expectations=self._expectations(device))
+        assert kind.device is not None  # an iteration of it has ended
+        self._replan(kind, expectations=self._expectations(kind.device))
 
     # --- plans that are checked -------------------------------------------------------------------
 
@@ -675,7 +673,7 @@ def outgrown(one: InFlight) -> bool:
     plan = one.plan
     if not isinstance(plan, DevicePlan) or one.changed:
         return False
-    return plan.outgrown_by(one.iteration.peak_bytes)
+    return plan.outgrown_by(one.peak_bytes)
 
 
 def free_bytes(device: torch.device) -> int | None:

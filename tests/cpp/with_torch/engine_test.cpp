@@ -241,7 +241,6 @@ TEST_F(Engines, ThePlanOfAnIterationIsFollowedForAsLongAsItFits) {
   plan->check();
   engine->directed = true;
   engine->iteration->plan = plan;
-  engine->iteration->follows_alone = true;
   std::vector<Handle> handles;
   for (uint8_t value = 1; value <= 3; ++value) {
     handles.push_back(save(saved_bytes(value)));
@@ -258,6 +257,30 @@ TEST_F(Engines, ThePlanOfAnIterationIsFollowedForAsLongAsItFits) {
   EXPECT_EQ(host.asked, 0);
   save(saved_bytes(4));
   EXPECT_EQ(host.asked, 1) << "the plan does not know it";
+}
+
+// What comes first tells one input shape from another, and each may have a plan of its own.
+TEST_F(Engines, WhatBeginsSmallerThanPlannedIsAskedAbout) {
+  const auto asked = [this](int64_t more_bytes) {
+    auto plan = std::make_shared<Plan>(Plan{.device = c10::Device(c10::kCPU)});
+    for (int64_t place = 0; place < 2; ++place) {
+      plan->places.push_back({.unit = "unit",
+                              .ordinal = place,
+                              .nbytes = kSavedBytes + (place == 0 ? more_bytes : 1),
+                              .dtype = c10::ScalarType::Byte,
+                              .action = Action::kSwap});
+    }
+    begin_iteration();
+    scope->ordinal = -1;
+    engine->iteration->plan = plan;
+    host.asked = 0;
+    const Handle first = save(saved_bytes(1)), second = save(saved_bytes(2));
+    return host.asked;
+  };
+  engine->directed = true;
+  host.directs = Action::kSwap;
+  EXPECT_EQ(asked(0), 0) << "a later storage may be smaller";
+  EXPECT_EQ(asked(1), 1);
 }
 
 TEST_F(Engines, AnEntryOutlivesTheEngineOfWhoeverMadeIt) {

@@ -250,7 +250,6 @@ TEST_F(Records, UnderAPlanAnIterationIsTakenDownToo) {
                             .action = place == 0 ? Action::kSwap : Action::kKeep});
   }
   engine->iteration->plan = plan;
-  engine->iteration->follows_alone = true;
   std::vector<KnownPtr> entries;
   for (int64_t place = 0; place < 2; ++place) {
     const at::Tensor tensor = bytes();
