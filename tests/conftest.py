@@ -103,12 +103,32 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason="needs --device cuda"))
 
 
+#: So many modules more are torch.compile's, or another library's.
+MANY_MODULES = 100
+
+
+@pytest.fixture(scope="session")
+def _modules_when_frozen() -> list[int]:
+    """How many modules there were when the collector was last told to look no further back."""
+    return [0]
+
+
 @pytest.fixture(scope="module", autouse=True)
-def _what_is_there_is_not_looked_through() -> None:
+def _each_file_begins_frozen(_modules_when_frozen: list[int]) -> None:
+    _modules_when_frozen[0] = 0
+
+
+@pytest.fixture(autouse=True)
+def _what_is_there_is_not_looked_through(
+    _each_file_begins_frozen: None, _modules_when_frozen: list[int]
+) -> None:
     """Many tests collect cycles; what pytest, torch and the files before hold need not be looked
-    through each time: torch.compile alone leaves a million objects."""
-    gc.collect()
-    gc.freeze()
+    through each time, nor what a test of the same file imported: torch.compile, which the step of
+    an optimizer imports, has a million objects."""
+    if len(sys.modules) > _modules_when_frozen[0] + MANY_MODULES:
+        gc.collect()
+        gc.freeze()
+        _modules_when_frozen[0] = len(sys.modules)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -50,8 +51,13 @@ def door(request: pytest.FixtureRequest) -> Callable[..., Any]:
 
 @pytest.fixture
 def inductor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A working inductor with a cache of its own, or a reason why there is none."""
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
+    """A working inductor, or a reason why there is none.
+
+    What g++ made is kept in the build folder, like that of other compilers: inductor's own cache
+    knows it by the code, torch, the compiler and its flags.
+    """
+    build = Path(os.environ.get("MEMSWAP_BUILD_DIR", tmp_path))
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(build / "inductor"))
     from torch._inductor import config
 
     torch._dynamo.reset()

@@ -5,6 +5,7 @@ The graphs are those of the same compilation without memswap: as many, of as man
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -103,6 +104,21 @@ def graphs() -> dict[str, Any]:
     return {"stats": dict(counters["stats"]), "graph_break": dict(counters["graph_break"])}
 
 
+class Plain(NamedTuple):
+    """What a stack that is compiled in some way gives without memswap."""
+
+    gradients: list[torch.Tensor | None]  # on the CPU: they outlive a laboratory
+    graphs: dict[str, Any]
+
+
+@functools.cache
+def plainly(how: str, depth: int, device: torch.device) -> Plain:
+    """Trained once for all who compare with it: compiling it again takes a second or two."""
+    plain, x = compiled(new_stack(device, depth), how), new_input(device)
+    found = train_step(plain.model, lambda: plain.called(x))
+    return Plain([None if one is None else one.cpu() for one in found], graphs())
+
+
 @pytest.mark.one_schedule
 @pytest.mark.parametrize(("how", "first"), ways((*LAYERS, *WHOLE)))
 def test_what_is_compiled_is_compiled_as_without(
@@ -110,9 +126,7 @@ def test_what_is_compiled_is_compiled_as_without(
 ):
     x, pool, depth = new_input(device), new_pool(), DEPTHS[how]
     policy = SWAP if how in WHOLE else EVERYTHING
-    plain = compiled(new_stack(device, depth), how)
-    expected = train_step(plain.model, lambda: plain.called(x))
-    as_without = graphs()
+    expected, as_without = plainly(how, depth, device)
     recwarn.clear()
     model, called, manager = compiled(
         new_stack(device, depth),
@@ -137,9 +151,7 @@ def test_what_a_model_saves_stays_that_is_compiled_as_a_whole(
 ):
     """Its backward asks for all of it at once, so moving it would lower no peak."""
     x, pool = new_input(device), new_pool()
-    plain = compiled(new_stack(device, 3), how)
-    expected = train_step(plain.model, lambda: plain.called(x))
-    as_without = graphs()
+    expected, as_without = plainly(how, 3, device)
     model, called, manager = compiled(
         new_stack(device, 3),
         how,
@@ -163,9 +175,7 @@ def test_what_a_model_saves_stays_that_is_compiled_as_a_whole(
 @pytest.mark.cpu_only
 @pytest.mark.parametrize("how", [*LAYERS, *WHOLE])
 def test_under_a_budget_what_compiled_code_saves_is_planned(device, new_pool, fresh_dynamo, how):
-    x = new_input(device)
-    plain = compiled(new_stack(device, 3), how)
-    expected = train_step(plain.model, lambda: plain.called(x))
+    x, expected = new_input(device), plainly(how, 3, device).gradients
 
     def steps(budget):
         model, called, manager = compiled(
@@ -275,9 +285,7 @@ def test_nothing_of_memswap_is_compiled(device, new_pool, fresh_dynamo, recwarn,
 @pytest.mark.cpu_only
 def test_recipes_of_compiled_layers(device, new_pool, fresh_dynamo):
     x = new_input(device)
-    plain = compiled(new_stack(device, 3), "layer.compile")
-    expected = train_step(plain.model, lambda: plain.called(x))
-    as_without = graphs()
+    expected, as_without = plainly("layer.compile", 3, device)
     policy = memswap.Policy(action=memswap.Action.RECOMPUTE, min_bytes=1)
     model, called, manager = compiled(
         new_stack(device, 3), "layer.compile", lambda given: memswap.manage(given, policy)

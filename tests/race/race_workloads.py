@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import os
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,6 +18,7 @@ import memswap
 from memswap._native import native
 from memswap.engine import transfers
 from simdev import _C, NAME, LaboratoryError, Schedule, laboratory, schedules
+from warm_python import warm_python
 
 DEVICE = torch.device(NAME, 0)
 
@@ -343,13 +342,4 @@ def until_forgotten(lab: Any) -> None:
 
 def run_apart(program: str, timeout_s: float = 120) -> subprocess.CompletedProcess[str]:
     """A program in a process of its own, with simdev and memswap within reach."""
-    path = [entry for entry in sys.path if entry] + [os.environ.get("PYTHONPATH", "")]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, path))}
-    return subprocess.run(
-        [sys.executable, "-c", program],
-        env=environment | {"SIMDEV_NAME": NAME, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=timeout_s,
-        check=False,
-    )
+    return warm_python(SIMDEV_NAME=NAME, OMP_NUM_THREADS="1").run(program, timeout_s)

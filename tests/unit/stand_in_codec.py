@@ -4,10 +4,10 @@ device type is settled once."""
 from __future__ import annotations
 
 import signal
-import subprocess
-import sys
 import textwrap
 from pathlib import Path
+
+from warm_python import warm_python
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -77,8 +77,7 @@ def run(wrong: str, program: str, field: str = "check_first") -> str:
         field: of memswap_codec, set to 1.
     """
     source = PROGRAM.format(root=str(ROOT), wrong=wrong, field=field) + textwrap.dedent(program)
-    command = [sys.executable, "-X", "faulthandler", "-c", source]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=900)
+    done = warm_python().run(source, timeout_s=900)
     assert done.returncode == 0, f"{ended(done.returncode)}\n{done.stdout}\n{done.stderr[-8000:]}"
     return done.stdout
 
