@@ -104,7 +104,7 @@ TOGETHER = (
 
 COMPILED: dict[str, Callable[[bool], Sum]] = {
     "cpp": lambda slow: native.run_cpp(),
-    "kernels": lambda slow: native.run_kernels(),
+    "kernels": native.run_kernels,
     "fuzz": native.run_fuzzer,
 }
 

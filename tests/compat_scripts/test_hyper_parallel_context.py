@@ -65,7 +65,7 @@ def apply_async_by_name(model: nn.Module, style: Any, mesh: DeviceMesh) -> None:
         )
 
 
-@distributed(2, 4)
+@distributed(2, slow=(4,))
 @LATE_FIRST
 def test_a_style_in_a_plan_and_by_hand(rank: Rank, late: bool) -> None:
     mesh = init_device_mesh("cpu", (rank.size,), mesh_dim_names=("cp",))
@@ -128,7 +128,7 @@ def assert_projections_launch(rank: Rank, late: bool, like: type[CoreAttention])
     rank.same_everywhere(rank.log.events, "launches and waits")
 
 
-@distributed(2, 4)
+@distributed(2, slow=(4,))
 @LATE_FIRST
 def test_async_without_projections_is_the_ordinary_path(rank: Rank, late: bool) -> None:
     mesh = init_device_mesh("cpu", (rank.size,), mesh_dim_names=("cp",))
@@ -158,7 +158,7 @@ class CalledAtOtherPlaces(Block):
         return self.attention(None, q, k, v)
 
 
-@distributed(2, 4)
+@distributed(2, slow=(4,))
 def test_queries_keys_and_values_at_other_places(rank: Rank) -> None:
     mesh = init_device_mesh("cpu", (rank.size,), mesh_dim_names=("cp",))
     for kind, script in ((ContextParallel, apply_to_each), (AsyncContextParallel, apply_async)):

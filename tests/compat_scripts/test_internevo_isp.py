@@ -375,7 +375,7 @@ def test_a_model_trains_with_isp_overlap(rank: Rank, pool: bool, checkpointed: i
         assert isp.memory_pool.reduce_allocations >= 7 * BLOCKS, "gradients arrive in its buffers"
 
 
-@distributed(2, 4)
+@distributed(2, slow=(4,))
 @pytest.mark.parametrize("checkpointed", [0, 2], ids=["", "two checkpointed"])
 @pytest.mark.parametrize("pool", [False, True], ids=["", "pool"])
 def test_hooks_alone_gather_ahead_from_the_second_step_on(

@@ -221,6 +221,7 @@ def smallest(device: torch.device) -> int:
 
 
 @accelerator
+@pytest.mark.few_schedules
 @beside_a_library
 def test_the_smallest_budget_that_an_error_names_can_be_met(device, peaks):
     nbytes = smallest(device)
@@ -291,6 +292,7 @@ def test_gradients_that_appear_later_lead_to_another_plan(device):
 
 
 @accelerator
+@pytest.mark.few_schedules
 @beside_a_library
 def test_accumulation(device):
     peak, expected = plainly(device, *[{"forwards": 3}] * 6)
@@ -542,12 +544,11 @@ def test_a_stacks_training_hands_its_optimizer_on_to_a_device_budget(device):
 @pytest.mark.parametrize(
     ("room", "later", "action"),
     [
-        (150 << 20, 0, "swap"),
-        (64 << 20, 0, "swap"),
-        (64 << 20, 2 << 20, "swap"),
-        (125 << 20, 0, "encode"),
+        pytest.param(150 << 20, 0, "swap", id="room for all"),
+        pytest.param(64 << 20, 0, "swap", id="some moves", marks=pytest.mark.slow),
+        pytest.param(64 << 20, 2 << 20, "swap", id="more is there later"),
+        pytest.param(125 << 20, 0, "encode", id="frames while it is learnt"),
     ],
-    ids=["room for all", "some moves", "more is there later", "frames while it is learnt"],
 )
 def test_on_a_cpu_the_process_resident_memory_is_what_counts(room, later, action):
     """In a process of its own: resident memory depends on what ran before."""

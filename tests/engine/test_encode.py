@@ -334,6 +334,7 @@ def test_a_function_chooses_among_actions(device, engine_of, policy, new_pool) -
     assert_nothing_left(stats)
 
 
+@pytest.mark.few_schedules
 @each_encoding
 def test_many_steps_leave_nothing_behind(device, new_pool, policy) -> None:
     pool = new_pool()

@@ -360,6 +360,7 @@ def test_dispatch_modes_do_not_see_the_transfers(device, new_training):
     training.assert_released()
 
 
+@pytest.mark.few_schedules
 def test_gradients_that_make_fx_traces_are_those_of_any_input(device, new_pool):
     """They were computed with the activations of the traced call, which were constants in there."""
     model, x = new_stack(device), new_input(device)

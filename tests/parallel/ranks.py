@@ -242,8 +242,15 @@ def rank_pool() -> Iterator[RankPool]:
     pool.close()
 
 
-def distributed(*worlds: int) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Makes a test run its body in every process of a group, once for each number of ranks."""
+def distributed(
+    *worlds: int, slow: tuple[int, ...] = ()
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Makes a test run its body in every process of a group, once for each number of ranks.
+
+    Args:
+        worlds: the numbers of ranks.
+        slow: more numbers of ranks, which run with --slow.
+    """
 
     def decorate(body: Callable[..., None]) -> Callable[..., None]:
         def test(rank_pool: RankPool, world: int, **arguments: Any) -> None:
@@ -256,7 +263,8 @@ def distributed(*worlds: int) -> Callable[[Callable[..., None]], Callable[..., N
         kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
         extra = [inspect.Parameter(name, kind) for name in ("rank_pool", "world")]
         test.__signature__ = inspect.Signature([*extra, *own])  # type: ignore[attr-defined]
-        ids = [f"{world}ranks" for world in worlds]
-        return pytest.mark.parametrize("world", worlds, ids=ids)(test)
+        each = [pytest.param(world, id=f"{world}ranks") for world in worlds]
+        each += [pytest.param(one, id=f"{one}ranks", marks=pytest.mark.slow) for one in slow]
+        return pytest.mark.parametrize("world", each)(test)
 
     return decorate

@@ -32,10 +32,33 @@ from ranks import Rank, distributed
 HEADS = [(4, 4), (4, 2), (4, 1), (8, 2), (6, 3), (5, 5), (6, 2), (7, 1)]
 
 
-@distributed(2, 4)
+#: What four ranks try in the fast suite: a layout is the same for any number of them.
+ON_FOUR = ("bshd", "thd")
+
+
+@distributed(2)
 @LATE_FIRST
 @pytest.mark.parametrize("layout", sorted(LAYOUTS))
 def test_every_mode_and_number_of_heads_is_one_process(rank: Rank, late: bool, layout: str) -> None:
+    assert_every_mode_is_one_process(rank, late, layout)
+
+
+@distributed(4)
+@LATE_FIRST
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param(one, marks=() if one in ON_FOUR else pytest.mark.slow)
+        for one in sorted(LAYOUTS)
+    ],
+)
+def test_every_mode_and_number_of_heads_is_one_process_on_four_ranks(
+    rank: Rank, late: bool, layout: str
+) -> None:
+    assert_every_mode_is_one_process(rank, late, layout)
+
+
+def assert_every_mode_is_one_process(rank: Rank, late: bool, layout: str) -> None:
     for mode, (mesh, ulysses) in meshes(rank).items():
         for i, (heads, kv_heads) in enumerate(HEADS):
             for j, balance in enumerate(("contiguous", "headtail", "queries")):

@@ -132,13 +132,36 @@ def attention_of(model: Any) -> nn.Module:
     return model.core.own if isinstance(model.core, Wrapped) else model.core
 
 
-@distributed(2, 4)
+BALANCES = pytest.mark.parametrize("balance", ["contiguous", "headtail", "queries"])
+
+#: What four ranks try in the fast suite: how a mask is made is the same for any number of them.
+ON_FOUR = ("is_causal", "triu", "kernel")
+
+
+@distributed(2)
 @LATE_FIRST
-@pytest.mark.parametrize("balance", ["contiguous", "headtail", "queries"])
+@BALANCES
 @pytest.mark.parametrize("kind", [*SEEN, *LAST])
 def test_causal_attention_is_one_process_where_keys_are_gathered(
     rank: Rank, late: bool, kind: str, balance: Any
 ) -> None:
+    assert_causal_attention_is_one_process(rank, late, kind, balance)
+
+
+@distributed(4)
+@LATE_FIRST
+@BALANCES
+@pytest.mark.parametrize(
+    "kind",
+    [pytest.param(one, marks=() if one in ON_FOUR else pytest.mark.slow) for one in (*SEEN, *LAST)],
+)
+def test_causal_attention_is_one_process_where_four_ranks_gather_keys(
+    rank: Rank, late: bool, kind: str, balance: Any
+) -> None:
+    assert_causal_attention_is_one_process(rank, late, kind, balance)
+
+
+def assert_causal_attention_is_one_process(rank: Rank, late: bool, kind: str, balance: Any) -> None:
     for mode, (mesh, ulysses) in meshes(rank).items():
         if mode == "ulysses":
             continue

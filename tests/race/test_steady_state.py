@@ -96,6 +96,7 @@ def test_a_step_synchronises_nothing_and_allocates_nothing_from_the_driver(
     assert_nothing_left(training.swap.stats())
 
 
+@pytest.mark.few_schedules
 @each_way
 @pytest.mark.parametrize("action", ["encode", "encode_swap"])
 def test_a_step_that_encodes_synchronises_nothing_and_gives_everything_back(
@@ -143,6 +144,7 @@ def test_ranges_that_wait_for_tickets_do_not_add_up(how: str) -> None:
     assert max(pending) <= 7 * per_step, f"ranges wait for tickets without end: {pending}"
 
 
+@pytest.mark.few_schedules
 @each_way
 def test_no_object_of_the_engine_outlives_its_step(how: str) -> None:
     def alive(kind: type) -> int:
