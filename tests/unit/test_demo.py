@@ -20,6 +20,7 @@ from memswap.cli.gpt import GPT
 from memswap.cli.table import format_ratio, format_seconds, render_table
 from memswap.cli.training import TrainingConfig, TrainingResult
 from memswap.engine.units import format_bytes
+from warm_python import warm_python
 
 pytestmark = pytest.mark.cpu_only
 
@@ -35,9 +36,8 @@ def run_memswap(*arguments: str) -> subprocess.CompletedProcess[str]:
 def run_demo_in_one_process(*arguments: str) -> subprocess.CompletedProcess[str]:
     """The demo, whose trainings have processes of their own otherwise; each imports torch."""
     program = "import sys; from memswap.__main__ import main; from memswap.cli import demo; "
-    program += "demo.train_apart = demo.train; sys.exit(main(sys.argv[1:]))"
-    command = [sys.executable, "-c", program, "demo", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+    program += f"demo.train_apart = demo.train; sys.exit(main({['demo', *arguments]!r}))"
+    return warm_python().run(program, timeout_s=300)
 
 
 @pytest.mark.parametrize("dtype", ["bf16", pytest.param("fp32", marks=pytest.mark.slow)])
