@@ -21,7 +21,10 @@ from emulators import BUILD, ROOT
 
 INCLUDE = ROOT / "kernels" / "include" / "memswap"
 GOLDEN = ROOT / "kernels" / "tests" / "golden"
+#: The codec that memswap has been built with.
+BUILT = BUILD / "kernels" / "libmemswap_codec_cpu.a"
 PROBES = (
+    ("built_probe", "scalar"),
     ("cpu_probe", "scalar"),
     ("cpu_probe", "vector"),
     ("cpu_probe", "avx512"),
@@ -189,6 +192,7 @@ class Backends:
             self.write(header.name, text)
         configure = ["cmake", "-S", str(ROOT / "tests" / "format_probe"), "-B", str(self.build)]
         configure += [f"-DMEMSWAP_FORMAT_INCLUDE={self.include}"]
+        configure += [f"-DMEMSWAP_CPU_CODEC={BUILT if BUILT.exists() else ''}"]
         configure += ["-G", "Ninja"] if shutil.which("ninja") else []
         done = subprocess.run(configure, capture_output=True, text=True, check=False)
         if "GTest" in done.stderr:
@@ -231,9 +235,10 @@ def unchanged() -> tuple[str, ...]:
     """What the CPU's oracle prints with the headers as they are."""
     if shutil.which("cmake") is None:
         pytest.skip("cmake is not on PATH")
-    backends = Backends(programs=("cpu_probe",))
+    program = "built_probe" if BUILT.exists() else "cpu_probe"
+    backends = Backends(programs=(program,))
     assert backends.lines is not None, backends.said[-4000:]
-    lines = backends.lines["cpu_probe scalar"]
+    lines = backends.lines[f"{program} scalar"]
     assert len(lines) > 600 and not any("ended with" in line for line in lines)
     return lines
 
