@@ -29,6 +29,7 @@ def next_program():
         if child == 0:
             for number, path in enumerate([os.devnull, *job["output"]]):
                 os.dup2(os.open(path, os.O_RDWR), number)
+            sys.argv[1:] = job["arguments"]
             os.environ.clear()
             os.environ.update(job["environment"])
             return job["program"]
@@ -55,8 +56,15 @@ class WarmPython:
             bufsize=1,
         )
 
-    def run(self, program: str, timeout_s: float) -> subprocess.CompletedProcess[str]:
+    def run(
+        self, program: str, timeout_s: float, arguments: tuple[str, ...] = ()
+    ) -> subprocess.CompletedProcess[str]:
         """Run a program as `python -c` does, in the environment that this process has by now.
+
+        Args:
+            program: its text.
+            timeout_s: after so long it is killed.
+            arguments: what it finds in sys.argv[1:].
 
         Raises:
             subprocess.TimeoutExpired: the program hangs, and has been killed.
@@ -68,6 +76,7 @@ class WarmPython:
                 file.touch()
             job = {
                 "program": program,
+                "arguments": arguments,
                 "output": list(map(str, output)),
                 "environment": os.environ | self._own,
             }

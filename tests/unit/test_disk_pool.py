@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from apart import run_python
+from apart import run_warm
 from pool_contents import assert_bytes_come_back
 
 from memswap._native import native
@@ -54,7 +54,7 @@ def test_the_directory_stays_empty(tmp_path: Path) -> None:
 
 
 def test_a_killed_process_leaves_nothing(tmp_path: Path) -> None:
-    done = run_python(
+    done = run_warm(
         """
 import os, signal, sys, torch
 from memswap.engine.pools import DiskPool
@@ -102,7 +102,7 @@ def test_a_spent_budget_is_none_and_counted(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_is_a_refusal_at_allocation(tmp_path: Path) -> None:
-    done = run_python(
+    done = run_warm(
         """
 import resource, sys, torch
 from memswap.engine.pools import DiskPool

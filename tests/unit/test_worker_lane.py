@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from apart import run_python
+from apart import run_warm
 
 from memswap._native import native
 from memswap.engine.pools import DiskPool, HostPool
@@ -182,7 +182,7 @@ def test_a_failed_fetch_raises_at_every_wait(tmp_path: Path) -> None:
 def test_a_failed_send_keeps_the_storage(tmp_path: Path) -> None:
     # The disk is there when space is set aside, and gone when it is written: a lower limit stands
     # in for a failing disk.
-    done = run_python(
+    done = run_warm(
         """
 import resource, sys, torch
 from memswap._native import native
@@ -222,7 +222,7 @@ resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
 
 def test_storages_that_need_python_to_die_do_not_block() -> None:
     # frombuffer's storage takes the GIL in its deleter, in the worker, while this thread waits.
-    done = run_python(
+    done = run_warm(
         """
 import torch
 from memswap._native import native
@@ -245,7 +245,7 @@ print("alive")
 
 
 def test_waiting_lets_other_threads_run() -> None:
-    done = run_python(
+    done = run_warm(
         """
 import sys, threading, time, torch
 from memswap._native import native
@@ -306,7 +306,7 @@ def test_many_threads_use_one_lane(pool: Any) -> None:
 
 @pytest.mark.parametrize("keep", ["ticket", "pool, ticket, lane, block"])
 def test_the_interpreter_ends_with_work_pending(keep: str, tmp_path: Path) -> None:
-    done = run_python(
+    done = run_warm(
         f"""
 import sys, torch
 from memswap._native import native
@@ -331,7 +331,7 @@ for name in ("pool", "lane", "block", "ticket"):
 
 
 def test_a_forked_child_may_drop_what_it_inherits() -> None:
-    done = run_python(
+    done = run_warm(
         """
 import os, torch
 from memswap._native import native
@@ -357,7 +357,7 @@ print(os.waitstatus_to_exitcode(status), storage.nbytes)
 
 def test_a_forked_child_neither_hangs_nor_takes_its_parents_memory() -> None:
     """Both would give the same range of the file to tensors of their own."""
-    done = run_python(
+    done = run_warm(
         """
 import os, tempfile, torch, memswap
 from torch import nn
