@@ -105,7 +105,7 @@ PyMethodDef functions[] = {{"unpack", unpack_any, METH_O, nullptr}, {}};
 
 PyGetSetDef properties[] = {
     {"entry", get<&SavedTensor::known>, nullptr, nullptr, nullptr},
-    {"view", get<&SavedTensor::look>, nullptr, nullptr, nullptr},
+    {"view", get<&SavedTensor::view>, nullptr, nullptr, nullptr},
     {"stays", get<&SavedTensor::stays>, nullptr, nullptr, nullptr},
     {"tensor", get<&SavedTensor::tensor>, nullptr, nullptr, nullptr},
     {},
@@ -219,39 +219,39 @@ bool is_of_subclass(PyObject* object, const at::Tensor& tensor) {
 // and is saved then. Outputs without a gradient (the statistics of a norm) look the same and wait
 // too.
 constexpr Py_ssize_t kTorchsReferences = 2;  // the native tensor's and the caller's
-bool may_be_filled_yet(PyObject* tensor, const SavedView& look) {
-  return Py_REFCNT(tensor) <= kTorchsReferences && !look.computed() && look.version() == 0 &&
-         look.of_floats();
+bool may_be_filled_yet(PyObject* tensor, const SavedView& view) {
+  return Py_REFCNT(tensor) <= kTorchsReferences && !view.computed() && view.version() == 0 &&
+         view.of_floats();
 }
 
 // The handle of a plain tensor. The lock is held.
-py::object save(Scope& scope, PyObject* tensor, SavedView&& look) {
-  Saved saved = scope.save(THPVariable_Unpack(tensor), look, scope.batch_or_null());
+py::object save(Scope& scope, PyObject* tensor, SavedView&& view) {
+  Saved saved = scope.save(THPVariable_Unpack(tensor), view, scope.batch_or_null());
   if (saved.as == Saved::As::kKept) {
     return kept_handle(tensor, std::move(saved.known), scope.owner.ptr());
   }
   auto entry = std::static_pointer_cast<Entry>(std::move(saved.known));
   return new_handle(scope.owner.ptr(), scope.batch.ptr(),
-                    [&] { return SavedTensor::moved(std::move(entry), std::move(look)); });
+                    [&] { return SavedTensor::moved(std::move(entry), std::move(view)); });
 }
 
-py::object pack_plain(py::handle self, Scope& scope, py::handle object, SavedView&& look) {
+py::object pack_plain(py::handle self, Scope& scope, py::handle object, SavedView&& view) {
   Engine& engine = *scope.engine;
   const at::Tensor& tensor = THPVariable_Unpack(object.ptr());
   const Locked locked(engine.lock);
-  engine.ledger.counters.offer(static_cast<int64_t>(look.nbytes()));
+  engine.ledger.counters.offer(static_cast<int64_t>(view.nbytes()));
   // A frozen parameter that nobody has named is known by its class.
-  const bool persists = scope.persists(look) || (is_of_subclass(object.ptr(), tensor) &&
+  const bool persists = scope.persists(view) || (is_of_subclass(object.ptr(), tensor) &&
                                                  self.attr("is_frozen")(object).cast<bool>());
-  if (const char* const reason = persists ? reasons::kParameter : why_fixed(look)) {
-    return kept_handle(object.ptr(), engine.keep(look, reason).known, scope.owner.ptr());
+  if (const char* const reason = persists ? reasons::kParameter : why_fixed(view)) {
+    return kept_handle(object.ptr(), engine.keep(view, reason).known, scope.owner.ptr());
   }
-  if (scope.pushed && may_be_filled_yet(object.ptr(), look)) {
-    py::object later = self.attr("pack_later")(object, std::move(look));
+  if (scope.pushed && may_be_filled_yet(object.ptr(), view)) {
+    py::object later = self.attr("pack_later")(object, std::move(view));
     scope.node = at::sequence_number::peek();
     return later;
   }
-  return save(scope, object.ptr(), std::move(look));
+  return save(scope, object.ptr(), std::move(view));
 }
 
 // The pack hook. Never raises for want of memory or support; the tensor stays then.
@@ -266,12 +266,12 @@ PyObject* pack(PyObject* object, PyObject* tensor) {
       self.attr("pack_waiting")();
     }
     ++scope.packs;
-    std::optional<SavedView> look = SavedView::capture(THPVariable_Unpack(tensor));
-    if (!look) {
+    std::optional<SavedView> view = SavedView::capture(THPVariable_Unpack(tensor));
+    if (!view) {
       return self.attr("pack_unusual")(py::handle(tensor)).release().ptr();
     }
     wait_for_collectives(THPVariable_Unpack(tensor));
-    py::object handle = pack_plain(self, scope, tensor, std::move(*look));
+    py::object handle = pack_plain(self, scope, tensor, std::move(*view));
     if (!scope.outer.is_none()) {
       handle = self.attr("or_outer")(py::handle(tensor), handle);
     }
@@ -313,8 +313,8 @@ void bind_hooks(py::module_& module) {
               &Scope::covered, &Scope::pushed, &Scope::outer, &Scope::waiting, &Scope::batch>()
       .def_readonly("engine", &Scope::owner)
       .def(py::init<EnginePtr>(), "engine"_a.none(false))
-      .def("save", [](Scope& self, const at::Tensor& tensor, const SavedView& look) {
-        return save(self, py::cast(tensor).ptr(), SavedView(look));
+      .def("save", [](Scope& self, const at::Tensor& tensor, const SavedView& view) {
+        return save(self, py::cast(tensor).ptr(), SavedView(view));
       });
   scope.attr("pack") =
       owned(PyDescr_NewMethod(reinterpret_cast<PyTypeObject*>(scope.ptr()), &pack_method));

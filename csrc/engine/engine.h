@@ -66,7 +66,7 @@ struct PolicyTable {
 // A tensor that is saved, and who saves it.
 struct Offer {
   const at::Tensor& tensor;
-  const SavedView& look;
+  const SavedView& view;
   std::string_view unit;
   int64_t group;                 // a checkpoint region's number, or Iteration::kNoGroup
   bool covered;                  // the policy covers the unit
@@ -107,11 +107,11 @@ class Engine : public std::enable_shared_from_this<Engine> {
   // A plain tensor is saved.
   Saved save(const Offer& offer);
   // A tensor stays, and nothing is known of its storage.
-  Saved keep(const SavedView& look, std::string_view reason);
+  Saved keep(const SavedView& view, std::string_view reason);
   // A tensor stays for good, and its storage is known: once, however often it is saved.
-  Saved stay(const SavedView& look, std::string_view reason);
+  Saved stay(const SavedView& view, std::string_view reason);
   // The entry of what the iteration admitted last.
-  EntryPtr make_entry(const at::Tensor& tensor, const SavedView& look, StorageRefPtr& storage);
+  EntryPtr make_entry(const at::Tensor& tensor, const SavedView& view, StorageRefPtr& storage);
 
   // --- leaving (leave.cpp). The caller holds the lock, and the GIL where there is Python. ---
 
@@ -194,7 +194,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   // As the plan of the current iteration says, where it expects just this storage. Nothing: it does
   // not, and nothing has happened, but that its recipe may have been asked for.
   std::optional<Saved> follow_plan(const Offer& offer, AskedRecipe& asked);
-  Saved looked_up(const Offer& offer, const AskedRecipe& asked);
+  Saved look_up(const Offer& offer, const AskedRecipe& asked);
   Saved save_again(const Offer& offer, const KnownPtr& known);
   Saved decide(const Offer& offer, AskedRecipe asked);
   // A new entry, which leaves unless the plan or the timeline has a reason why it stays.
@@ -212,7 +212,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   Action default_action(const Transfers& by);
   AskedRecipe recipe_of(const Offer& offer, double most_extra, bool leaves);
   bool becomes_recipe(const EntryPtr& entry, const Offer& offer, bool leaves, AskedRecipe asked);
-  bool refilled(const KnownPtr& known, const SavedView& look) const;
+  bool refilled(const KnownPtr& known, const SavedView& view) const;
   // Whether frames were short of room in an earlier iteration as well.
   bool short_again(const IterationPtr& shortage);
   const char* distrusted(const Expectation& expectation, const Entry& entry);
@@ -237,11 +237,11 @@ struct HookScope {
   // The caller of what follows holds the engine's lock, and the GIL where there is Python.
 
   // A plain tensor is saved. `batch`: of a group, that saves here, or nullptr.
-  Saved save(const at::Tensor& tensor, const SavedView& look, Batch* batch = nullptr);
+  Saved save(const at::Tensor& tensor, const SavedView& view, Batch* batch = nullptr);
 
   // Whether a tensor is a parameter or a buffer, or a view of one: they are known by their
   // storages.
-  bool persists(const SavedView& look) const;
+  bool persists(const SavedView& view) const;
 
   const EnginePtr engine;
   std::string unit;
@@ -255,6 +255,6 @@ struct HookScope {
 };
 
 // Why a tensor cannot move, whatever the policy says; nullptr: it can.
-const char* why_fixed(const SavedView& look);
+const char* why_fixed(const SavedView& view);
 
 }  // namespace memswap

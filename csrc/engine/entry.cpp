@@ -33,17 +33,17 @@ const char* word_of(State state) {
   return "nowhere";
 }
 
-Entry::Entry(EnginePtr engine, const SavedView& look, const StorageRef& ref)
+Entry::Entry(EnginePtr engine, const SavedView& view, const StorageRef& ref)
     : engine_(std::move(engine)),
       identity_(ref),
-      version_(look.version()),
-      device_(look.device()) {}
+      version_(view.version()),
+      device_(view.device()) {}
 
-EntryPtr Entry::make(EnginePtr engine, const SavedView& look, const StorageRef& storage) {
-  EntryPtr made(new Entry(std::move(engine), look, storage));
+EntryPtr Entry::make(EnginePtr engine, const SavedView& view, const StorageRef& storage) {
+  EntryPtr made(new Entry(std::move(engine), view, storage));
   Ledger& ledger = made->engine_->ledger;
-  made->residence_.emplace(ledger.counters, static_cast<int64_t>(look.storage_nbytes()));
-  ledger.remember(look, made);
+  made->residence_.emplace(ledger.counters, static_cast<int64_t>(view.storage_nbytes()));
+  ledger.remember(view, made);
   return made;
 }
 

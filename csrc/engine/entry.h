@@ -41,8 +41,8 @@ const char* word_of(State state);
 // the calls.
 class Entry final : public Known, public std::enable_shared_from_this<Entry> {
  public:
-  // Stands for the storage that `look` looks at, from here on.
-  static EntryPtr make(EnginePtr engine, const SavedView& look, const StorageRef& storage);
+  // Stands for the storage that `view` is of, from here on.
+  static EntryPtr make(EnginePtr engine, const SavedView& view, const StorageRef& storage);
   ~Entry() override;
 
   bool is_entry() const override { return true; }
@@ -129,7 +129,7 @@ class Entry final : public Known, public std::enable_shared_from_this<Entry> {
   }
 
  private:
-  Entry(EnginePtr engine, const SavedView& look, const StorageRef& ref);
+  Entry(EnginePtr engine, const SavedView& view, const StorageRef& ref);
 
   void require(bool legal_step, State to) const;
   void forget_identity();

@@ -29,11 +29,11 @@ const Plan::Place* place_of(const Plan& plan, size_t index, const Offer& offer) 
     return nullptr;
   }
   const Plan::Place& place = plan.places[index];
-  const SavedView& look = offer.look;
-  const auto nbytes = static_cast<int64_t>(look.storage_nbytes());
+  const SavedView& view = offer.view;
+  const auto nbytes = static_cast<int64_t>(view.storage_nbytes());
   if (!place.action || !fits(nbytes, place.nbytes) || place.ordinal != offer.ordinal + 1 ||
-      nbytes < plan.least_bytes || look.device() != plan.device || look.edited_part() ||
-      look.part_of_data() || place.dtype != offer.tensor.scalar_type() ||
+      nbytes < plan.least_bytes || view.device() != plan.device || view.edited_part() ||
+      view.part_of_data() || place.dtype != offer.tensor.scalar_type() ||
       place.for_recipe != offer.for_recipe || place.unit != offer.unit) {
     return nullptr;
   }
@@ -126,14 +126,14 @@ std::optional<Saved> Engine::follow_plan(const Offer& offer, AskedRecipe& asked)
     return std::nullopt;
   }
   const Plan::Place* const place = place_of(*plan, of->size(), offer);
-  const auto nbytes = static_cast<int64_t>(offer.look.storage_nbytes());
+  const auto nbytes = static_cast<int64_t>(offer.view.storage_nbytes());
   // What its recipe is to save comes first, and looks for its own room.
   const bool is_next = place != nullptr && place == plan->places.data() + of->size();
   const bool room = !is_next || of->limit_bytes == 0 ||
                     ledger.counters.resident_bytes + nbytes <= of->limit_bytes;
   // What comes first says what kind of iteration it is: another size may have a plan of its own.
   const bool is_known = place != nullptr && (of->size() > 0 || nbytes == place->nbytes);
-  if (!is_known || !room || ledger.knows(offer.look.storage_key()) || runs_backward()) {
+  if (!is_known || !room || ledger.knows(offer.view.storage_key()) || runs_backward()) {
     return std::nullopt;
   }
   const TransfersPtr& by = transfers_from(plan->device);

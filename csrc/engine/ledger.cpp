@@ -35,10 +35,10 @@ const void* identity_of(const c10::VariableVersion& counter) {
 // operator made (an empty tensor, an array): results of operators are complete when they are first
 // saved.
 
-void Ledger::remember(const SavedView& look, const KnownPtr& known) {
-  known_.insert_or_assign(look.storage_key(),
-                          Row{known, known.get(), look.counter(), look.version(), look.begin(),
-                              look.end(), at::sequence_number::peek(), !known->is_entry()});
+void Ledger::remember(const SavedView& view, const KnownPtr& known) {
+  known_.insert_or_assign(view.storage_key(),
+                          Row{known, known.get(), view.counter(), view.version(), view.begin(),
+                              view.end(), at::sequence_number::peek(), !known->is_entry()});
 }
 
 void Ledger::forget(const void* key, const Known* known) {
@@ -48,31 +48,31 @@ void Ledger::forget(const void* key, const Known* known) {
   }
 }
 
-Ledger::Found Ledger::find(const SavedView& look) {
-  const auto found = known_.find(look.storage_key());
+Ledger::Found Ledger::find(const SavedView& view) {
+  const auto found = known_.find(view.storage_key());
   if (found == known_.end()) {
     return {};
   }
   Row& row = found->second;
   if (row.stays) {
     // whatever the content
-  } else if (identity_of(row.counter) != identity_of(look.counter())) {
-    if (look.version() != 0 || row.version != 0 || row.counter.current_version() != 0) {
+  } else if (identity_of(row.counter) != identity_of(view.counter())) {
+    if (view.version() != 0 || row.version != 0 || row.counter.current_version() != 0) {
       return {.conflicts = true};
     }
-  } else if (row.version != look.version()) {
+  } else if (row.version != view.version()) {
     return {};
   }
   KnownPtr known = row.known.lock();
   if (!known) {  // it is dying
     return {};
   }
-  if (!row.stays && !look.computed() && (look.begin() < row.begin || look.end() > row.end)) {
+  if (!row.stays && !view.computed() && (view.begin() < row.begin || view.end() > row.end)) {
     if (row.node != at::sequence_number::peek()) {
       return {.conflicts = true};
     }
-    row.begin = std::min(row.begin, look.begin());
-    row.end = std::max(row.end, look.end());
+    row.begin = std::min(row.begin, view.begin());
+    row.end = std::max(row.end, view.end());
   }
   return {.known = std::move(known)};
 }
@@ -97,15 +97,15 @@ void Ledger::reset() {
   kept_.clear();
 }
 
-Stay::Stay(std::shared_ptr<Ledger> ledger, const SavedView& look)
+Stay::Stay(std::shared_ptr<Ledger> ledger, const SavedView& view)
     : ledger_(std::move(ledger)),
-      key_(look.storage_key()),
-      nbytes_(static_cast<int64_t>(look.storage_nbytes())) {}
+      key_(view.storage_key()),
+      nbytes_(static_cast<int64_t>(view.storage_nbytes())) {}
 
-std::shared_ptr<Stay> Stay::make(std::shared_ptr<Ledger> ledger, const SavedView& look) {
-  std::shared_ptr<Stay> made(new Stay(std::move(ledger), look));
+std::shared_ptr<Stay> Stay::make(std::shared_ptr<Ledger> ledger, const SavedView& view) {
+  std::shared_ptr<Stay> made(new Stay(std::move(ledger), view));
   made->ledger_->counters.resident(made->nbytes_);
-  made->ledger_->remember(look, made);
+  made->ledger_->remember(view, made);
   return made;
 }
 

@@ -54,10 +54,10 @@ class Ledger {
   // From here on `known` stands for the storage that a view looks at, with the content that it has
   // now; until `forget`, which it calls before another storage can have that address. A Stay stands
   // for it whatever the content: each save of it keeps its own tensor.
-  void remember(const SavedView& look, const KnownPtr& known);
+  void remember(const SavedView& view, const KnownPtr& known);
   void forget(const void* key, const Known* known);
 
-  Found find(const SavedView& look);
+  Found find(const SavedView& view);
   bool knows(const void* key) const { return known_.contains(key); }
   size_t known_storages() const { return known_.size(); }
   int64_t resident_bytes() const { return counters.resident_bytes; }
@@ -94,11 +94,11 @@ class Ledger {
 // A storage that stays for good: known, and counted once, however often it is saved.
 class Stay final : public Known {
  public:
-  static std::shared_ptr<Stay> make(std::shared_ptr<Ledger> ledger, const SavedView& look);
+  static std::shared_ptr<Stay> make(std::shared_ptr<Ledger> ledger, const SavedView& view);
   ~Stay() override;
 
  private:
-  Stay(std::shared_ptr<Ledger> ledger, const SavedView& look);
+  Stay(std::shared_ptr<Ledger> ledger, const SavedView& view);
 
   const std::shared_ptr<Ledger> ledger_;
   const void* const key_;

@@ -73,13 +73,13 @@ void collect(const Step& step, bool in_passing, Given& given) {
   });
 }
 
-// The look that the call had at what another call made.
-at::Tensor seen_as(const KnownTensor& look, const Step& maker, const Results& results) {
-  const OperatorCall::Output* const output = maker.call->output_in(look.key());
+// What another call made, as the call saw it.
+at::Tensor seen_as(const KnownTensor& tensor, const Step& maker, const Results& results) {
+  const OperatorCall::Output* const output = maker.call->output_in(tensor.key());
   if (output == nullptr) {
     throw TransferError("an operator that was to be run again has made something else");
   }
-  return look.view.rebuild(StorageRef(results[output->position].storage()), false);
+  return tensor.view.rebuild(StorageRef(results[output->position].storage()), false);
 }
 
 void count_readers(const Step& step, Made& made) {

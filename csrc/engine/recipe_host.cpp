@@ -211,7 +211,7 @@ SourcePtr EngineRecipeHost::save(const KnownTensor& tensor) {
   }
   int64_t ordinal = kFirstOrdinal + kMostForOne * offer_->ordinal + saved_++;
   Saved saved = engine()->save(Offer{.tensor = held,
-                                     .look = tensor.view,
+                                     .view = tensor.view,
                                      .unit = offer_->unit,
                                      .group = offer_->group,
                                      .covered = offer_->covered,

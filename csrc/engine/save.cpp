@@ -39,9 +39,9 @@ bool is_traced() {
 
 }  // namespace
 
-Saved HookScope::save(const at::Tensor& tensor, const SavedView& look, Batch* batch) {
+Saved HookScope::save(const at::Tensor& tensor, const SavedView& view, Batch* batch) {
   return engine->save({.tensor = tensor,
-                       .look = look,
+                       .view = view,
                        .unit = unit,
                        .group = group.value_or(Iteration::kNoGroup),
                        .covered = covered,
@@ -52,31 +52,31 @@ Saved HookScope::save(const at::Tensor& tensor, const SavedView& look, Batch* ba
                        .why_kept = why_kept});
 }
 
-bool HookScope::persists(const SavedView& look) const {
-  return look.of_leaf() || engine->persistent.contains(look.storage_key());
+bool HookScope::persists(const SavedView& view) const {
+  return view.of_leaf() || engine->persistent.contains(view.storage_key());
 }
 
-const char* why_fixed(const SavedView& look) {
-  if (look.private_format()) {
+const char* why_fixed(const SavedView& view) {
+  if (view.private_format()) {
     return reasons::kPrivateFormat;
   }
   return is_traced() ? reasons::kTraced : nullptr;
 }
 
-Saved Engine::keep(const SavedView& look, std::string_view reason) {
-  ledger.keep(reason, static_cast<int64_t>(look.storage_nbytes()));
+Saved Engine::keep(const SavedView& view, std::string_view reason) {
+  ledger.keep(reason, static_cast<int64_t>(view.storage_nbytes()));
   return {Saved::As::kKept, nullptr};
 }
 
-Saved Engine::stay(const SavedView& look, std::string_view reason) {
-  ledger.keep(reason, static_cast<int64_t>(look.storage_nbytes()));
-  return {Saved::As::kKept, Stay::make({shared_from_this(), &ledger}, look)};
+Saved Engine::stay(const SavedView& view, std::string_view reason) {
+  ledger.keep(reason, static_cast<int64_t>(view.storage_nbytes()));
+  return {Saved::As::kKept, Stay::make({shared_from_this(), &ledger}, view)};
 }
 
-EntryPtr Engine::make_entry(const at::Tensor& tensor, const SavedView& look,
+EntryPtr Engine::make_entry(const at::Tensor& tensor, const SavedView& view,
                             StorageRefPtr& storage) {
   storage = std::make_shared<StorageRef>(tensor.storage());
-  EntryPtr made = Entry::make(shared_from_this(), look, *storage);
+  EntryPtr made = Entry::make(shared_from_this(), view, *storage);
   iteration->place(made);
   return made;
 }
@@ -111,8 +111,8 @@ bool Engine::short_again(const IterationPtr& shortage) {
 // that numpy fills for each batch counts no edits; what left took along the bytes of then, and a
 // graph that nobody runs any more may keep them. (What shares tables and masks between its batches
 // moves them once.)
-bool Engine::refilled(const KnownPtr& known, const SavedView& look) const {
-  if (schedule == Schedule::kBatches || look.computed() || !known->is_entry()) {
+bool Engine::refilled(const KnownPtr& known, const SavedView& view) const {
+  if (schedule == Schedule::kBatches || view.computed() || !known->is_entry()) {
     return false;
   }
   const auto& entry = static_cast<const Entry&>(*known);
@@ -122,12 +122,12 @@ bool Engine::refilled(const KnownPtr& known, const SavedView& look) const {
 // One more save of a storage that is known.
 Saved Engine::save_again(const Offer& offer, const KnownPtr& known) {
   ++ledger.counters.deduplicated_tensors;
-  ledger.counters.deduplicated_bytes += static_cast<int64_t>(offer.look.nbytes());
+  ledger.counters.deduplicated_bytes += static_cast<int64_t>(offer.view.nbytes());
   if (!known->is_entry()) {
     return {Saved::As::kKept, known};
   }
   if (recipes && !offer.for_recipe) {
-    recipes->saved_again(offer.look);
+    recipes->saved_again(offer.view);
   }
   const auto entry = std::static_pointer_cast<Entry>(known);
   if (entry->iteration && entry->iteration->recorder) {
@@ -139,29 +139,29 @@ Saved Engine::save_again(const Offer& offer, const KnownPtr& known) {
 }
 
 // What is known of a storage, or decided about a new one.
-Saved Engine::looked_up(const Offer& offer, const AskedRecipe& asked) {
-  const SavedView& look = offer.look;
-  const Ledger::Found found = ledger.find(look);
+Saved Engine::look_up(const Offer& offer, const AskedRecipe& asked) {
+  const SavedView& view = offer.view;
+  const Ledger::Found found = ledger.find(view);
   if (found.conflicts) {
-    return keep(look, reasons::kEditedInParts);
+    return keep(view, reasons::kEditedInParts);
   }
-  if (found.known && !refilled(found.known, look)) {
+  if (found.known && !refilled(found.known, view)) {
     return save_again(offer, found.known);
   }
-  if (static_cast<int64_t>(look.storage_nbytes()) < policy.min_bytes) {
-    return keep(look, reasons::kSmall);
+  if (static_cast<int64_t>(view.storage_nbytes()) < policy.min_bytes) {
+    return keep(view, reasons::kSmall);
   }
-  if (look.edited_part()) {
-    return stay(look, reasons::kEditedInParts);
+  if (view.edited_part()) {
+    return stay(view, reasons::kEditedInParts);
   }
-  if (look.part_of_data()) {
-    return keep(look, reasons::kPartOfData);
+  if (view.part_of_data()) {
+    return keep(view, reasons::kPartOfData);
   }
   if (!offer.covered) {
-    return keep(look, reasons::kPolicy);
+    return keep(view, reasons::kPolicy);
   }
   if (runs_backward()) {
-    return keep(look, reasons::kSavedInBackward);
+    return keep(view, reasons::kSavedInBackward);
   }
   return decide(offer, asked);
 }
@@ -173,7 +173,7 @@ Saved Engine::save(const Offer& offer) {
   }
   AskedRecipe asked;
   const std::optional<Saved> planned = follow_plan(offer, asked);
-  Saved saved = planned ? *planned : looked_up(offer, asked);
+  Saved saved = planned ? *planned : look_up(offer, asked);
   if (offer.batch != nullptr && saved.as == Saved::As::kMoved) {
     offer.batch->join(std::static_pointer_cast<Entry>(saved.known));
   }
@@ -210,14 +210,14 @@ Saved Engine::decide(const Offer& offer, AskedRecipe asked) {
     action = host->decide(*this, offer);
   }
   if (action == Action::kKeep && !directed) {
-    return stay(offer.look, offer.why_kept);
+    return stay(offer.view, offer.why_kept);
   }
-  const TransfersPtr& by = transfers_from(offer.look.device());
+  const TransfersPtr& by = transfers_from(offer.view.device());
   if (!by) {
-    return keep(offer.look, reasons::kHostMemory);  // none of the device's bytes
+    return keep(offer.view, reasons::kHostMemory);  // none of the device's bytes
   }
   if (by->policy.captures && by->policy.captures()) {
-    return keep(offer.look, reasons::kStreamCapture);
+    return keep(offer.view, reasons::kStreamCapture);
   }
   if (iteration->began_backward()) {
     host->begin_iteration(*this);
@@ -249,7 +249,7 @@ Saved Engine::decide(const Offer& offer, AskedRecipe asked) {
 }
 
 Saved Engine::admit(const Offer& offer, const TransfersPtr& by, Decision decision) {
-  const auto nbytes = static_cast<int64_t>(offer.look.storage_nbytes());
+  const auto nbytes = static_cast<int64_t>(offer.view.storage_nbytes());
   bool recomputes = decision.action == Action::kRecompute;
   const Action action = recomputes ? by->policy.without_recipe : decision.action;
   const char* why = iteration->admit(nbytes, action == Action::kEncode, offer.group);
@@ -259,7 +259,7 @@ Saved Engine::admit(const Offer& offer, const TransfersPtr& by, Decision decisio
     why = nullptr;
   }
   StorageRefPtr storage;
-  const EntryPtr entry = make_entry(offer.tensor, offer.look, storage);
+  const EntryPtr entry = make_entry(offer.tensor, offer.view, storage);
   entry->for_recipe = offer.for_recipe;
   recomputes = recomputes && why == nullptr;
   Saved made{Saved::As::kMoved, entry};
@@ -316,10 +316,10 @@ Engine::AskedRecipe Engine::recipe_of(const Offer& offer, double most_extra, boo
   }
   const EngineRecipeHost::Saving saving(*recipes, offer);
   return std::make_shared<RecipeAnswer>(
-      recipes->offer(std::make_shared<StorageRef>(offer.tensor.storage()), offer.look,
+      recipes->offer(std::make_shared<StorageRef>(offer.tensor.storage()), offer.view,
                      {.unit = std::string(offer.unit),
                       .number = offer.number,
-                      .nbytes = static_cast<int64_t>(offer.look.storage_nbytes()),
+                      .nbytes = static_cast<int64_t>(offer.view.storage_nbytes()),
                       .dtype = offer.tensor.scalar_type()},
                      {.most_extra = most_extra, .leaves = leaves, .planned = directed}));
 }

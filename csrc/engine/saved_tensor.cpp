@@ -11,8 +11,8 @@ namespace memswap {
 namespace {
 
 std::string described(const at::Tensor& tensor) {
-  if (const std::optional<SavedView> look = SavedView::capture(tensor)) {
-    return look->describe();
+  if (const std::optional<SavedView> view = SavedView::capture(tensor)) {
+    return view->describe();
   }
   std::ostringstream out;
   out << tensor.toString() << ' ';
@@ -33,9 +33,9 @@ std::string described(const at::Tensor& tensor) {
 
 }  // namespace
 
-SavedTensor SavedTensor::moved(EntryPtr entry, SavedView&& look) {
+SavedTensor SavedTensor::moved(EntryPtr entry, SavedView&& view) {
   ++entry->handles;
-  return {std::move(entry), std::move(look)};
+  return {std::move(entry), std::move(view)};
 }
 
 SavedTensor SavedTensor::kept(at::Tensor tensor, uint32_t version, KnownPtr known) {
@@ -61,15 +61,15 @@ at::Tensor SavedTensor::unpack() const {
     }
     return tensor_;
   }
-  const SavedView& look = *look_;
-  if (look.edited()) {
-    throw EditedInPlace(look.describe(), look.current_version(), look.version());
+  const SavedView& view = *view_;
+  if (view.edited()) {
+    throw EditedInPlace(view.describe(), view.current_version(), view.version());
   }
   const StorageRefPtr storage = of->engine()->demand(of);
   if (of->fetched() && storage->version.current_version() != 0) {
-    throw EditedInPlace(look.describe(), look.version() + 1, look.version());
+    throw EditedInPlace(view.describe(), view.version() + 1, view.version());
   }
-  return look.rebuild(*storage, !of->fetched());
+  return view.rebuild(*storage, !of->fetched());
 }
 
 EditedInPlace::EditedInPlace(const std::string& tensor, uint32_t version, uint32_t expected_version)

@@ -30,7 +30,7 @@ struct EditedInPlace : std::runtime_error {
 class SavedTensor {
  public:
   // The storage leaves, or has left.
-  static SavedTensor moved(EntryPtr entry, SavedView&& look);
+  static SavedTensor moved(EntryPtr entry, SavedView&& view);
   // The tensor stays. `tensor`: without the graph that made it. `version`: of what was saved.
   static SavedTensor kept(at::Tensor tensor, uint32_t version, KnownPtr known);
 
@@ -40,19 +40,19 @@ class SavedTensor {
 
   bool stays() const { return tensor_.defined(); }
   const at::Tensor& tensor() const { return tensor_; }            // undefined: its storage leaves
-  const std::optional<SavedView>& look() const { return look_; }  // of a storage that leaves
+  const std::optional<SavedView>& view() const { return view_; }  // of a storage that leaves
   const KnownPtr& known() const { return known_; }                // nullptr: nobody stands for it
   // The entry that stands for the storage, or nullptr.
   EntryPtr entry() const;
 
  private:
-  SavedTensor(EntryPtr entry, SavedView&& look)
-      : known_(std::move(entry)), look_(std::move(look)) {}
+  SavedTensor(EntryPtr entry, SavedView&& view)
+      : known_(std::move(entry)), view_(std::move(view)) {}
   SavedTensor(at::Tensor tensor, uint32_t version, KnownPtr known)
       : known_(std::move(known)), tensor_(std::move(tensor)), version_(version) {}
 
   KnownPtr known_;
-  std::optional<SavedView> look_;
+  std::optional<SavedView> view_;
   at::Tensor tensor_;
   uint32_t version_ = 0;
 };

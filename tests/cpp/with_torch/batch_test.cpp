@@ -35,9 +35,9 @@ class Batches : public ::testing::Test {
 
   EntryPtr save(Batch& batch, at::Tensor tensor, Action action = Action::kSwap) {
     const Locked locked(engine->lock);
-    const SavedView look = *SavedView::capture(tensor);
+    const SavedView view = *SavedView::capture(tensor);
     const Saved saved = engine->save({.tensor = tensor,
-                                      .look = look,
+                                      .view = view,
                                       .unit = "unit",
                                       .group = Iteration::kNoGroup,
                                       .covered = true,

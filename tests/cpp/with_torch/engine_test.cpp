@@ -33,7 +33,7 @@ at::Tensor saved_bytes(uint8_t value, int64_t nbytes = kSavedBytes) {
 // What a handle of autograd's holds.
 struct Handle {
   Saved saved;
-  SavedView look;
+  SavedView view;
   at::Tensor kept;  // where the tensor stays
 
   EntryPtr entry() const { return std::static_pointer_cast<Entry>(saved.known); }
@@ -51,14 +51,14 @@ class Engines : public ::testing::Test {
 
   Handle save(const at::Tensor& tensor) {
     const Locked locked(engine->lock);
-    SavedView look = *SavedView::capture(tensor);
+    SavedView view = *SavedView::capture(tensor);
     ++scope->packs;
-    Saved saved = scope->save(tensor, look);
+    Saved saved = scope->save(tensor, view);
     if (saved.as == Saved::As::kMoved) {
       ++static_cast<Entry&>(*saved.known).handles;
-      return {saved, look, {}};
+      return {saved, view, {}};
     }
-    return {saved, look, tensor};
+    return {saved, view, tensor};
   }
 
   // Whether backward finds these bytes.
@@ -323,7 +323,7 @@ TEST_F(Engines, ThreadsSaveAndDemandThroughOneEngine) {
         }();
         EXPECT_TRUE(demands(handle, number));
         const Locked locked(engine->lock);
-        handle = Handle{{}, handle.look, {}};
+        handle = Handle{{}, handle.view, {}};
       }
     });
   }

@@ -121,16 +121,16 @@ TEST_F(Entries, AnEntryIsFoundByItsVeryStorageAndContent) {
 
 TEST_F(Entries, AStorageThatCameBackIsNotTakenForWhatHasItsOldAddress) {
   at::Tensor tensor = full_of(7);
-  const SavedView look = look_at(tensor);
+  const SavedView view = look_at(tensor);
   const EntryPtr entry = sent(tensor, sender);
   tensor.reset();
   EXPECT_FALSE(entry->lingers());
   ++entry->handles;
   const StorageRefPtr storage = entry->bring();
   entry->arrival()->wait();
-  EXPECT_NE(storage->storage.unsafeGetStorageImpl(), look.storage_key());
-  EXPECT_TRUE(look.rebuild(*storage, false).equal(full_of(7)));
-  EXPECT_EQ(ledger.find(look).known, nullptr);
+  EXPECT_NE(storage->storage.unsafeGetStorageImpl(), view.storage_key());
+  EXPECT_TRUE(view.rebuild(*storage, false).equal(full_of(7)));
+  EXPECT_EQ(ledger.find(view).known, nullptr);
   EXPECT_EQ(ledger.counters.stalls, 1);
   EXPECT_EQ(ledger.counters.returned_bytes, kStorageBytes);
 }

@@ -235,9 +235,9 @@ struct Recomputing {
 
   EntryPtr save(const at::Tensor& tensor) {
     const Locked locked(engine->lock);
-    const SavedView look = *SavedView::capture(tensor);
+    const SavedView view = *SavedView::capture(tensor);
     const Saved saved = engine->save({.tensor = tensor,
-                                      .look = look,
+                                      .view = view,
                                       .unit = "unit",
                                       .group = Iteration::kNoGroup,
                                       .covered = true,

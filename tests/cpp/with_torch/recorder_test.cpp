@@ -83,7 +83,7 @@ class Records : public ::testing::Test {
   // What Python does with a storage that no plan says anything of.
   EntryPtr save(const at::Tensor& tensor, bool fails = false) {
     const Locked locked(engine->lock);
-    const SavedView look = *SavedView::capture(tensor);
+    const SavedView view = *SavedView::capture(tensor);
     recorder->choose({"unit", ++ordinal, tensor.numel(), tensor.scalar_type(),  //
                       PlannedAction::kSwap});
     engine->iteration->admit(tensor.numel(), false, Iteration::kNoGroup);
@@ -91,7 +91,7 @@ class Records : public ::testing::Test {
       return nullptr;
     }
     StorageRefPtr storage;
-    const EntryPtr entry = engine->make_entry(tensor, look, storage);
+    const EntryPtr entry = engine->make_entry(tensor, view, storage);
     EXPECT_TRUE(entry->swap(*sender, storage));
     storage.reset();  // its ticket's share is the last one
     engine->departing.add(entry.get());
@@ -253,11 +253,11 @@ TEST_F(Records, UnderAPlanAnIterationIsTakenDownToo) {
   std::vector<KnownPtr> entries;
   for (int64_t place = 0; place < 2; ++place) {
     const at::Tensor tensor = bytes();
-    const SavedView look = *SavedView::capture(tensor);
+    const SavedView view = *SavedView::capture(tensor);
     const Locked locked(engine->lock);
     entries.push_back(engine
                           ->save({.tensor = tensor,
-                                  .look = look,
+                                  .view = view,
                                   .unit = "unit",
                                   .group = Iteration::kNoGroup,
                                   .covered = true,

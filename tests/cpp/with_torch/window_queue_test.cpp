@@ -69,10 +69,10 @@ class WindowQueues : public ::testing::Test {
 
   EntryPtr entry(int64_t megabytes) {
     const at::Tensor tensor = at::empty({megabytes * kMb}, at::kByte);
-    const SavedView look = *SavedView::capture(tensor);
+    const SavedView view = *SavedView::capture(tensor);
     engine->iteration->admit(megabytes * kMb, true, Iteration::kNoGroup);
     StorageRefPtr storage;
-    return engine->make_entry(tensor, look, storage);
+    return engine->make_entry(tensor, view, storage);
   }
 
   void defer(const std::string& name, int64_t megabytes, double gain = 0.5, int64_t on = 0) {
