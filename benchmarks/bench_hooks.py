@@ -12,9 +12,10 @@ nothing else. So the bookkeeping is memswap with copies left out less no books w
 and starting a copy costs what no books take more with copies than without. On a CPU that is more:
 the calling thread shares its processors with those that copy.
 
-Under a plan a step costs something as well, however much it saves: its forward begins, its first
-storage says what kind of step it is, and the books of the last one are closed. A chain that is
-longer tells that from what each tensor costs.
+With `manage` a step costs something as well, however much it saves: each call of a layer installs
+the hooks, and under a plan a forward begins to follow it and the books of the last one are closed.
+A chain that is longer tells that from what each tensor costs, of `manage` without a plan and under
+one: the difference of these two is the plan's.
 """
 
 from __future__ import annotations
@@ -39,9 +40,11 @@ from memswap.engine.units import format_bytes
 
 BASELINE = "identity hook"
 SWAPPED = "memswap, SWAP, copies left out"
-PLANNED = "memswap, SWAP under a plan, copies left out"
+MANAGED = "manage, SWAP, copies left out"
+PLANNED = "manage, SWAP under a plan, copies left out"
 NOTHING = "no books, copies left out"
-LONGER, LONGER_PLANNED = "no hooks, a longer chain", "under a plan, a longer chain"
+LONGER = "no hooks, a longer chain"
+LONGER_OF = {name: f"{name}, a longer chain" for name in (MANAGED, PLANNED)}
 
 #: So many times as many tensors.
 LONGER_BY = 4
@@ -166,26 +169,25 @@ def main() -> None:
     leave_copies_out(booked._engine, nbytes, device)
     plain = new_model()
 
-    def new_planned(times: int) -> tuple[Chain, memswap.Manager]:
-        """A chain of so many times as many tensors that follows its plan."""
+    def new_managed(times: int, plans: bool) -> tuple[Chain, memswap.Manager]:
+        """A chain of so many times as many tensors; it follows its plan, if there is one."""
         model = Chain(times * arguments.tensors, nbytes // 2, device)
-        manager = memswap.manage(
-            model,
-            swap,
-            pool=new_pool(),
-            budget=int(PLANNED_SHARE * model.tensors * nbytes),
-            rates=memswap.profile(device),
-        )
+        budget = int(PLANNED_SHARE * model.tensors * nbytes) if plans else None
+        rates = memswap.profile(device) if plans else None
+        manager = memswap.manage(model, swap, pool=new_pool(), budget=budget, rates=rates)
         leave_copies_out(manager._engine, nbytes, device)
         for _ in range(PLANNED_AFTER):
             run_once(nullcontext, model, device)
-            manager.wait_for_plan()
+            if plans:
+                manager.wait_for_plan()
         manager.reset_stats()
         return model, manager
 
-    planned, manager = new_planned(1)
-    longer, _longer_manager = new_planned(LONGER_BY)
-    longer_plain = Chain(longer.tensors, nbytes // 2, device)
+    managed, _managed_by = new_managed(1, plans=False)
+    planned, manager = new_managed(1, plans=True)
+    longer_managed, _longer_managed_by = new_managed(LONGER_BY, plans=False)
+    longer_planned, _longer_planned_by = new_managed(LONGER_BY, plans=True)
+    longer = Chain(longer_planned.tensors, nbytes // 2, device)
 
     pin = device.type != "cpu"
     save_on_cpu = "save_on_cpu(pin_memory=True)" if pin else "save_on_cpu (no copy on a CPU)"
@@ -194,20 +196,23 @@ def main() -> None:
         BASELINE: (lambda: hooks(lambda tensor: tensor, lambda tensor: tensor), plain),
         "memswap, KEEP": (lambda: kept, plain),
         SWAPPED: (lambda: booked, plain),
+        MANAGED: (nullcontext, managed),
         PLANNED: (nullcontext, planned),
         "memswap, SWAP": (lambda: swapped, plain),
         "no books": (NoBooks(new_pool(), open_lane(device), device), plain),
         NOTHING: (NoBooks(new_pool(), left_out(open_lane(device), nbytes, device), device), plain),
         save_on_cpu: (lambda: torch.autograd.graph.save_on_cpu(pin_memory=pin), plain),
-        LONGER: (nullcontext, longer_plain),
-        LONGER_PLANNED: (nullcontext, longer),
+        LONGER: (nullcontext, longer),
+        LONGER_OF[MANAGED]: (nullcontext, longer_managed),
+        LONGER_OF[PLANNED]: (nullcontext, longer_planned),
     }
     measures = {
         name: lambda context=context, model=model: run_once(context, model, device)
         for name, (context, model) in contexts.items()
     }
     collected = alternate(measures, arguments.rounds, warm_up=2)
-    longer_bare, longer_seconds = collected.pop(LONGER), collected.pop(LONGER_PLANNED)
+    longer_bare = collected.pop(LONGER)
+    longer_seconds = {name: collected.pop(of) for name, of in LONGER_OF.items()}
 
     stats = manager.stats()
     moved = stats.moved_storages / (stats.offered_tensors or 1)
@@ -246,7 +251,7 @@ def main() -> None:
     )
     header = ["", "us per node", f"against {BASELINE}", "of it hooks, us", "least, us"]
     print(render_table(header, rows))
-    for name in (SWAPPED, PLANNED):
+    for name in (SWAPPED, MANAGED, PLANNED):
         books = (price[name] - price[NOTHING]) * 1e6
         fewest = (least[name] - least[NOTHING]) * 1e6
         print(f"bookkeeping, us per tensor: {name}: {books:.2f}, least {fewest:.2f}")
@@ -254,16 +259,17 @@ def main() -> None:
         result[name]["least_bookkeeping_us_per_tensor"] = fewest
     # What all tensors of a longer chain cost more than those of a short one, and the rest. Of the
     # least times: a longer run loses the processor more often.
-    short_s = least[PLANNED] * arguments.tensors
-    longer_s = min(longer_seconds) - min(longer_bare)
-    each_s = (longer_s - short_s) / (longer.tensors - arguments.tensors)
-    step_s = short_s - each_s * arguments.tensors
-    result[PLANNED]["least_each_tensor_us"] = each_s * 1e6
-    result[PLANNED]["least_each_step_us"] = step_s * 1e6
-    print(
-        f"{PLANNED}, least: {each_s * 1e6:.2f} us for each tensor and {step_s * 1e6:.0f} us for "
-        "each step"
-    )
+    for name, seconds in longer_seconds.items():
+        short_s = least[name] * arguments.tensors
+        longer_s = min(seconds) - min(longer_bare)
+        each_s = (longer_s - short_s) / (longer.tensors - arguments.tensors)
+        step_s = short_s - each_s * arguments.tensors
+        result[name]["least_each_tensor_us"] = each_s * 1e6
+        result[name]["least_each_step_us"] = step_s * 1e6
+        print(
+            f"{name}, least: {each_s * 1e6:.2f} us for each tensor and {step_s * 1e6:.0f} us for "
+            "each step"
+        )
     options = {"tensors": arguments.tensors, "tensor_bytes": nbytes, "moved_under_plan": moved}
     write_result(
         arguments.json, device, {"baseline": BASELINE, "options": options, "modes": result}
