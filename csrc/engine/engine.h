@@ -215,7 +215,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   bool refilled(const KnownPtr& known, const SavedView& view) const;
   // Whether frames were short of room in an earlier iteration as well.
   bool short_again(const IterationPtr& shortage);
-  const char* distrusted(const Expectation& expectation, const Entry& entry);
+  const char* declined(const Refused& refused, const Entry& entry);
   // Whether what this sender encodes waits for a window.
   bool defers(const FrameSender& sender) const {
     return windows != nullptr && sender.works_ahead();

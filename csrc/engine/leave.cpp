@@ -1,6 +1,7 @@
 // How a storage leaves: what is done as ordered, and what is done instead where that cannot be.
 #include <string>
 #include <utility>
+#include <variant>
 
 #include "block_form.h"
 #include "engine.h"
@@ -27,25 +28,25 @@ const char* Engine::send(const EntryPtr& entry, const StorageRefPtr& storage,
   if (order.form == Form::kBlock) {
     return send_raw(entry, storage, by);
   }
-  const std::shared_ptr<FrameSender>& sender = by.frames(order.form);
   // That the plan of its iteration has for a frame; nothing: as many as it takes.
   const std::optional<int64_t> most_bytes =
       entry->iteration ? entry->iteration->frame_nbytes(entry->index) : std::nullopt;
-  const char* reason = reasons::kNoCodec;
-  if (sender) {
-    const Expectation expectation = by.expectations->of(order.key, most_bytes);
-    if (!expectation.fault.empty()) {
-      reason = distrusted(expectation, *entry);
-    } else if (!expectation.pays) {
-      reason = reasons::kDoesNotShrink;
-    } else if (defers(*sender)) {
-      windows->defer(entry, storage, order, expectation);
+  const auto expected = by.expect(order.form, order.key, most_bytes);
+  const char* reason = nullptr;
+  if (const auto* const expectation = std::get_if<Expectation>(&expected)) {
+    const FrameSender& sender = *by.frames(order.form);
+    if (defers(sender)) {
+      windows->defer(entry, storage, order, *expectation);
       return nullptr;
-    } else if (encode(entry, storage, order, expectation)) {
-      return nullptr;
-    } else if (!most_bytes || !sender->works_ahead()) {
-      reason = refused(*sender, *entry);
     }
+    if (encode(entry, storage, order, *expectation)) {
+      return nullptr;
+    }
+    if (!most_bytes || !sender.works_ahead()) {
+      reason = refused(sender, *entry);
+    }
+  } else {
+    reason = declined(std::get<Refused>(expected), *entry);
   }
   if (most_bytes && by.works_ahead()) {
     entry->iteration->unfit = true;  // the plan has no room for it where it is
@@ -66,15 +67,15 @@ bool Engine::encode(const EntryPtr& entry, const StorageRefPtr& storage, const L
   return true;
 }
 
-// The codec must not encode such a tensor: the reason, which is told in full once.
-const char* Engine::distrusted(const Expectation& expectation, const Entry& entry) {
-  const FrameOptions& options = expectation.options;
-  ledger.tell_once("codec fault " + std::to_string(options.dtype) + " " +
-                       std::to_string(options.layout.value_or(0)),
-                   "a storage of " + std::to_string(entry.nbytes()) + " bytes on " +
-                       entry.device().str() + " is not encoded: " + expectation.fault +
-                       ". Training goes on with less memory saved.");
-  return reasons::kCodecFault;
+// There is no frame of such a tensor: the reason, of which each thing that there is to say is told
+// once.
+const char* Engine::declined(const Refused& refused, const Entry& entry) {
+  if (!refused.why.empty()) {
+    ledger.tell_once(refused.why, "a storage of " + std::to_string(entry.nbytes()) + " bytes on " +
+                                      entry.device().str() + " is not encoded: " + refused.why +
+                                      ". Training goes on with less memory saved.");
+  }
+  return refused.reason;
 }
 
 void Engine::learn() {

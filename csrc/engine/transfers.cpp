@@ -14,6 +14,21 @@ std::optional<FrameReport> reported(FrameWatch& watch) {
 
 }  // namespace
 
+std::variant<Expectation, Refused> Transfers::expect(Form form, const TensorKey& key,
+                                                     std::optional<int64_t> most_bytes) {
+  if (!frames(form)) {
+    return Refused{reasons::kNoCodec, {}};
+  }
+  Expectation expectation = expectations->of(key, most_bytes);
+  if (!expectation.fault.empty()) {
+    return Refused{reasons::kCodecFault, std::move(expectation.fault)};
+  }
+  if (!expectation.pays) {
+    return Refused{reasons::kDoesNotShrink, {}};
+  }
+  return expectation;
+}
+
 std::variant<Leaving, Refused> Transfers::send(Form form, const StorageRefPtr& storage,
                                                const TensorKey& key) {
   if (form == Form::kBlock) {
@@ -22,18 +37,15 @@ std::variant<Leaving, Refused> Transfers::send(Form form, const StorageRefPtr& s
     }
     return Refused{reasons::kPool, blocks()->why_refused()};
   }
-  const std::shared_ptr<FrameSender>& sender = frames(form);
-  if (!sender) {
-    return Refused{reasons::kNoCodec, {}};
+  std::variant<Expectation, Refused> expected = expect(form, key);
+  if (Refused* const refused = std::get_if<Refused>(&expected)) {
+    return std::move(*refused);
   }
-  Expectation expectation = expectations->of(key);
-  if (!expectation.pays) {
-    return Refused{reasons::kDoesNotShrink, {}};
-  }
-  if (std::optional<Leaving> leaving = encode(form, storage, std::move(expectation))) {
+  if (std::optional<Leaving> leaving =
+          encode(form, storage, std::move(std::get<Expectation>(expected)))) {
     return std::move(*leaving);
   }
-  return Refused{reasons::kCodecRoom, sender->why_refused()};
+  return Refused{reasons::kCodecRoom, frames(form)->why_refused()};
 }
 
 std::optional<Leaving> Transfers::encode(Form form, const StorageRefPtr& storage,

@@ -27,8 +27,8 @@ class Entry;
 // pool. (What becomes a recipe is not sent.)
 enum class Form : uint8_t { kBlock, kFrame, kPooledFrame };
 
-// Why a storage was not sent: the reason in the statistics, and where a resource has run out, which
-// one, in words for the user.
+// Why a storage was not sent: the reason in the statistics, and in words for the user, where there
+// is more to say: which resource has run out, or what the codec did wrong.
 struct Refused {
   const char* reason;
   std::string why;
@@ -89,6 +89,11 @@ class Transfers {
   }
 
   void begin(int64_t leaving_bytes, int64_t nbytes) { opener_->begin(leaving_bytes, nbytes); }
+
+  // How a tensor's frame is expected to be, or why there is none. `most_bytes`: that a plan has for
+  // it; nothing: there is no plan.
+  std::variant<Expectation, Refused> expect(Form form, const TensorKey& key,
+                                            std::optional<int64_t> most_bytes = std::nullopt);
 
   // Starts sending a storage, a frame as it is expected to be.
   std::variant<Leaving, Refused> send(Form form, const StorageRefPtr& storage,

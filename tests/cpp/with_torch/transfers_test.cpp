@@ -131,6 +131,19 @@ TEST_F(SentBy, WhatDidNotShrinkStaysFromThenOn) {
   EXPECT_EQ(stays.why, "");
 }
 
+TEST_F(SentBy, WhatTheCodecMayNotEncodeStaysAndItIsSaidWhy) {
+  const auto expectations = std::make_shared<Expectations>(
+      Expectations::Device{.fault = [](uint8_t, uint8_t) { return "it gave other bits"; }},
+      ExpectationLimits{});
+  const auto codec = std::make_shared<FullCodec>();
+  const auto transfers = by(codec, expectations);
+  const StorageRefPtr storage = storage_of(at::zeros({kTensorBytes}, at::kByte));
+  const Refused stays = refused(transfers->send(Form::kFrame, storage, kTensor));
+  EXPECT_STREQ(stays.reason, "codec failed its check");
+  EXPECT_EQ(stays.why, "it gave other bits");
+  EXPECT_TRUE(codec->asked.empty());
+}
+
 TEST_F(SentBy, WithoutACodecOrRoomTheReasonIsSaid) {
   const auto transfers = by(nullptr, Expectations::of_device(kCpu, {}));
   const StorageRefPtr small = storage_of(at::zeros({kTensorBytes}, at::kByte));
