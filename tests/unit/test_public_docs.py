@@ -43,21 +43,16 @@ def test_everything_public_has_a_docstring(module: str) -> None:
 
 def test_each_reason_to_stay_is_explained() -> None:
     """``stats().kept`` says one of these words; docs/choosing.md says what it means."""
-    package = ROOT / "python" / "memswap"
+    package, native = ROOT / "python" / "memswap", ROOT / "csrc"
+    said = re.findall(r'\] = "([^"]+)"', (native / "engine" / "reasons.h").read_text("utf-8"))
+    stays = re.compile(r'(?:keep|stay)\([^()"]*"([a-z ]+)"')
+    for path in native.rglob("*.cpp"):
+        assert not stays.findall(path.read_text("utf-8")), f"{path}: reasons are in reasons.h"
     sources = [*(package / "engine").glob("*.py"), package / "checkpoints" / "region.py"]
-    engine, bind = ROOT / "csrc" / "engine", ROOT / "csrc" / "bind"
-    names = ("save.cpp", "leave.cpp", "engine.h", "entry.h", "iteration.h")
-    native = [*(engine / name for name in names), bind / "hooks.cpp"]
-    code = "\n".join(path.read_text("utf-8") for path in (*sources, *native))
-    said = re.findall(r'(?:keep|stay)\([^()"]*"([a-z ]+)"', code)
+    code = "\n".join(path.read_text("utf-8") for path in sources)
+    said += stays.findall(code)
     said += re.findall(r'\breturn "([a-z ]+)";', code)
-    said += re.findall(r'\b(?:is_traced\(\)|persists) \? "([a-z ]+)"', code)
-    said += re.findall(r'\bk[A-Z][A-Za-z]+ = "([a-z ]+)"', code)
     said += re.findall(r'\breason = "([a-z ]+)"', code)
-    forms = "\n".join(
-        path.read_text("utf-8") for path in (ROOT / "csrc" / "engine").glob("*_form.h")
-    )
-    said += re.findall(r'\bkShortOf = "([a-z ]+)"', forms)
     said += re.findall(r'"([a-z ]+)" if (?:is_collective|written)', code)
     assert {
         "small",
