@@ -62,9 +62,17 @@ def rates_for(device: torch.device) -> Rates:
     return Rates(**values)
 
 
+def managed(
+    layers: nn.ModuleList, pool: Any, budget: int | str, policy: memswap.Policy = SWAP
+) -> memswap.Manager:
+    """Layers under a budget, planned for a machine that is the same everywhere."""
+    device = next(layers.parameters()).device
+    return memswap.manage(layers, policy, pool=pool, budget=budget, rates=rates_for(device))
+
+
 def kept_peak(device: torch.device, pool: Any, rows: int = 32) -> int:
     layers = new_layers(device)
-    with memswap.manage(layers, SWAP, pool=pool, budget="1GiB", rates=rates_for(device)) as manager:
+    with managed(layers, pool, "1GiB") as manager:
         for _ in range(4):
             step(layers, rows, device)
         plan = manager.wait_for_plan()

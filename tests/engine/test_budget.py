@@ -22,6 +22,7 @@ from budget_layers import (
     Scaled,
     forward,
     kept_peak,
+    managed,
     new_layers,
     rates_for,
     step,
@@ -42,7 +43,7 @@ def test_the_first_steps_learn_and_the_fourth_begins_with_a_plan(device, new_poo
     layers = new_layers(device)
     plain = step(layers, 32, device)
     pool = new_pool()
-    with memswap.manage(layers, SWAP, pool=pool, budget="1GiB", rates=rates_for(device)) as manager:
+    with managed(layers, pool, "1GiB") as manager:
         for number in range(1, 8):
             assert_same_gradients(step(layers, 32, device), plain)
             assert (manager.plan is not None) == (number >= 4), f"after step {number}"
@@ -131,7 +132,7 @@ def test_what_is_saved_in_host_memory_is_no_part_of_an_accelerators_budget(devic
     layers = nn.Sequential(*(Seeded(layer) for layer in new_layers(device)))
     plain = step(layers, 32, device)
     pool = new_pool()
-    with memswap.manage(layers, SWAP, pool=pool, budget="60%", rates=rates_for(device)) as manager:
+    with managed(layers, pool, "60%") as manager:
         for _ in range(6):
             assert_same_gradients(step(layers, 32, device), plain)
         manager.reset_stats()
@@ -177,7 +178,7 @@ def test_without_a_budget_there_is_no_plan_and_everything_moves(device, new_pool
 def test_steps_leave_nothing_that_only_a_collection_of_cycles_frees(device, new_pool):
     """Training loops turn the collector off."""
     layers = new_layers(device)
-    with memswap.manage(layers, SWAP, pool=new_pool(), budget="70%", rates=rates_for(device)):
+    with managed(layers, new_pool(), "70%"):
         for _ in range(12):  # a timeline remembers the last few iterations
             step(layers, 32, device)
         gc.collect()
@@ -196,7 +197,7 @@ def test_a_manager_that_is_removed_leaves_its_pool_to_nobody(device, new_pool, s
     layers = new_layers(device)
     plain = step(layers, 32, device)
     pool = new_pool()
-    manager = memswap.manage(layers, SWAP, pool=pool, budget="60%", rates=rates_for(device))
+    manager = managed(layers, pool, "60%")
     for _ in range(steps):
         step(layers, 32, device)
     for parameter in layers.parameters():
@@ -224,7 +225,7 @@ def test_a_budget_is_kept_and_gradients_are_the_same(device, new_pool, share):
     layers = new_layers(device)
     plain = step(layers, 32, device)
     pool = new_pool()
-    with memswap.manage(layers, SWAP, pool=pool, budget=budget, rates=rates_for(device)) as manager:
+    with managed(layers, pool, budget) as manager:
         for _ in range(4):
             step(layers, 32, device)
         manager.reset_stats()
@@ -253,7 +254,7 @@ def test_a_graph_that_is_retained_is_run_twice_within_a_budget(device, new_pool,
     layers = new_layers(device)
     plain = twice(layers)
     pool = new_pool()
-    with memswap.manage(layers, SWAP, pool=pool, budget=budget, rates=rates_for(device)) as manager:
+    with managed(layers, pool, budget) as manager:
         for _ in range(4):
             twice(layers)
         manager.reset_stats()
@@ -291,7 +292,7 @@ def test_forwards_in_flight_share_a_budget(device, new_pool, flights, order):
     plain = microbatches(layers)
     budget = int(0.6 * flights * kept_peak(device, new_pool()))
     pool = new_pool()
-    with memswap.manage(layers, SWAP, pool=pool, budget=budget, rates=rates_for(device)) as manager:
+    with managed(layers, pool, budget) as manager:
         for _ in range(3):
             assert_same_gradients(microbatches(layers), plain)
         manager.reset_stats()
@@ -308,9 +309,7 @@ def test_more_forwards_in_flight_than_planned_for_get_a_plan_at_once(device, new
     layers = new_layers(device)
     plain = step(layers, 32, device)
     budget = int(1.3 * kept_peak(device, new_pool()))
-    with memswap.manage(
-        layers, SWAP, pool=new_pool(), budget=budget, rates=rates_for(device)
-    ) as manager:
+    with managed(layers, new_pool(), budget) as manager:
         for _ in range(5):
             assert_same_gradients(step(layers, 32, device), plain)
         assert manager.plan.moved_bytes == 0 and manager.plan.in_flight == 1
@@ -327,18 +326,14 @@ def test_more_forwards_in_flight_than_planned_for_get_a_plan_at_once(device, new
 
 def test_a_budget_that_cannot_be_met_says_which_one_can(device, new_pool):
     layers = new_layers(device)
-    with memswap.manage(
-        layers, SWAP, pool=new_pool(), budget=1, rates=rates_for(device)
-    ) as manager:
+    with managed(layers, new_pool(), 1) as manager:
         for _ in range(3):
             plain = step(layers, 32, device)
         with pytest.raises(BudgetError, match="at least") as raised:
             step(layers, 32, device)
     smallest = raised.value.smallest_bytes
     assert_same_gradients(step(layers, 32, device), plain)  # nothing is lost
-    with memswap.manage(
-        layers, SWAP, pool=new_pool(), budget=smallest, rates=rates_for(device)
-    ) as manager:
+    with managed(layers, new_pool(), smallest) as manager:
         for _ in range(6):
             assert_same_gradients(step(layers, 32, device), plain)
         assert manager.plan.measured_peak_bytes <= smallest
@@ -348,9 +343,7 @@ def test_a_longer_batch_in_the_middle_of_a_run_does_not_end_it(device, new_pool)
     layers = new_layers(device)
     plain = {rows: step(layers, rows, device) for rows in (16, 256)}
     budget = kept_peak(device, new_pool(), rows=16)
-    with memswap.manage(
-        layers, SWAP, pool=new_pool(), budget=budget, rates=rates_for(device)
-    ) as manager:
+    with managed(layers, new_pool(), budget) as manager:
         for _ in range(5):
             assert_same_gradients(step(layers, 16, device), plain[16])
         with pytest.warns(UserWarning, match="beyond the budget"):
@@ -363,9 +356,7 @@ def test_other_shapes_get_a_plan_of_their_own(device, new_pool):
     budget = kept_peak(device, new_pool(), rows=48) // 2
     layers = new_layers(device)
     plain = {rows: step(layers, rows, device) for rows in (32, 48)}
-    with memswap.manage(
-        layers, SWAP, pool=new_pool(), budget=budget, rates=rates_for(device)
-    ) as manager:
+    with managed(layers, new_pool(), budget) as manager:
         plans = {}
         for rows in (32,) * 5 + (48,) * 5 + (32, 48) * 2:
             assert_same_gradients(step(layers, rows, device), plain[rows])
@@ -378,9 +369,7 @@ def test_a_model_that_changes_is_learnt_again(device, new_pool):
     """Longer on its way, with the same first storage: the old plan does not fit any more."""
     layers = new_layers(device, depth=6)
     used = layers[:4]
-    with memswap.manage(
-        layers, SWAP, pool=new_pool(), budget="1GiB", rates=rates_for(device)
-    ) as manager:
+    with managed(layers, new_pool(), "1GiB") as manager:
         for _ in range(5):
             step(used, 32, device)
         before = manager.plan
@@ -396,9 +385,7 @@ def test_a_model_that_changes_is_learnt_again(device, new_pool):
 def test_a_later_plan_that_cannot_meet_the_budget_warns_and_trains_on(device, new_pool):
     layers = new_layers(device)
     budget = kept_peak(device, new_pool(), rows=16)
-    with memswap.manage(
-        layers, SWAP, pool=new_pool(), budget=budget, rates=rates_for(device)
-    ) as manager:
+    with managed(layers, new_pool(), budget) as manager:
         for _ in range(5):
             step(layers, 16, device)
         director = manager._director
@@ -417,9 +404,7 @@ def test_a_later_plan_that_cannot_meet_the_budget_warns_and_trains_on(device, ne
 def test_evaluation_between_steps_changes_nothing(device, new_pool):
     layers = new_layers(device)
     plain = step(layers, 32, device)
-    with memswap.manage(
-        layers, SWAP, pool=new_pool(), budget="1GiB", rates=rates_for(device)
-    ) as manager:
+    with managed(layers, new_pool(), "1GiB") as manager:
         for number in range(8):
             if number in (2, 4):
                 with torch.no_grad():
@@ -432,9 +417,7 @@ def test_evaluation_between_steps_changes_nothing(device, new_pool):
 def test_a_forward_without_a_backward_is_not_learnt_from(device, new_pool):
     layers = new_layers(device)
     plain = step(layers, 32, device)
-    with memswap.manage(
-        layers, SWAP, pool=new_pool(), budget="1GiB", rates=rates_for(device)
-    ) as manager:
+    with managed(layers, new_pool(), "1GiB") as manager:
         for _ in range(3):
             loss = forward(layers, 32, device)
             del loss
@@ -450,16 +433,12 @@ def test_a_policys_action_is_the_only_one_and_what_it_keeps_stays(device, new_po
         return Action.KEEP if info.unit in ("0", "1") else Action.SWAP
 
     policy = memswap.Policy(fn=fn, min_bytes=1)
-    with memswap.manage(
-        layers, policy, pool=new_pool(), budget="1GiB", rates=rates_for(device)
-    ) as manager:
+    with managed(layers, new_pool(), "1GiB", policy) as manager:
         for _ in range(4):
             step(layers, 32, device)
         budget = Search(*manager.learnt).smallest_bytes()
     layers = new_layers(device)
-    with memswap.manage(
-        layers, policy, pool=new_pool(), budget=budget, rates=rates_for(device)
-    ) as manager:
+    with managed(layers, new_pool(), budget, policy) as manager:
         for _ in range(6):
             step(layers, 32, device)
         actions = {(one.unit, one.action) for one in manager.plan.storages}
@@ -552,9 +531,7 @@ def test_what_somebody_insists_on_is_done_whatever_the_plan_says(device, new_poo
     torch.manual_seed(0)
     layers = nn.ModuleList([MustSwap() for _ in range(4)]).to(device)
     plain = step(layers, 32, device)
-    with memswap.manage(
-        layers, SWAP, pool=new_pool(), budget="1GiB", rates=rates_for(device)
-    ) as manager:
+    with managed(layers, new_pool(), "1GiB") as manager:
         for _ in range(4):
             assert_same_gradients(step(layers, 32, device), plain)
         assert manager.plan is not None
@@ -570,9 +547,7 @@ def test_a_step_with_two_forwards_in_flight_does_not_cost_all_later_ones_half_of
 ):
     layers = new_layers(device)
     budget = int(1.3 * kept_peak(device, new_pool()))
-    with memswap.manage(
-        layers, SWAP, pool=new_pool(), budget=budget, rates=rates_for(device)
-    ) as manager:
+    with managed(layers, new_pool(), budget) as manager:
         for _ in range(5):
             step(layers, 32, device)
         before = manager.plan.moved_bytes

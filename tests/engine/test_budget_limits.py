@@ -6,7 +6,7 @@ import warnings
 
 import pytest
 import torch
-from budget_layers import SWAP, Scaled, forward, kept_peak, new_layers, rates_for, step
+from budget_layers import Scaled, forward, kept_peak, managed, new_layers, rates_for, step
 from helpers import assert_same_gradients
 from torch import nn
 
@@ -19,9 +19,7 @@ pytestmark = pytest.mark.one_schedule
 def test_a_share_is_one_of_what_the_same_step_saves(device, new_pool):
     layers = new_layers(device)
     plain = {rows: step(layers, rows, device) for rows in (32, 64)}
-    with memswap.manage(
-        layers, SWAP, pool=new_pool(), budget="60%", rates=rates_for(device)
-    ) as manager:
+    with managed(layers, new_pool(), "60%") as manager:
         kept = {}
         for rows in (32,) * 6 + (64,) * 6:
             assert_same_gradients(step(layers, rows, device), plain[rows])
@@ -37,9 +35,7 @@ def test_a_share_is_one_of_what_the_same_step_saves(device, new_pool):
 
 def test_a_share_is_one_of_each_forward_in_flight(device, new_pool):
     layers = new_layers(device)
-    with memswap.manage(
-        layers, SWAP, pool=new_pool(), budget="70%", rates=rates_for(device)
-    ) as manager:
+    with managed(layers, new_pool(), "70%") as manager:
         for turn in range(5):
             losses = [forward(layers, 32, device) for _ in range(2)]
             if turn == 4:
@@ -99,7 +95,7 @@ def test_a_budget_that_the_pool_is_too_small_for_says_so(device, new_pool):
     pool = memswap.HostPool(budget=nbytes // 8, slab="64KiB", device=device)
     with (
         warnings.catch_warnings(),
-        memswap.manage(layers, SWAP, pool=pool, budget=nbytes // 2, rates=rates_for(device)),
+        managed(layers, pool, nbytes // 2),
     ):
         warnings.simplefilter("ignore")
         for _ in range(3):
@@ -115,9 +111,7 @@ def test_a_pool_that_fills_up_later_is_told_and_planned_around_once(device, new_
     layers = new_layers(device)
     plain = step(layers, rows, device)
     pool = memswap.HostPool(budget=2 * nbytes, slab="64KiB", device=device)
-    with memswap.manage(
-        layers, SWAP, pool=pool, budget=int(0.6 * nbytes), rates=rates_for(device)
-    ) as manager:
+    with managed(layers, pool, int(0.6 * nbytes)) as manager:
         for _ in range(6):
             step(layers, rows, device)
         assert manager.plan.over_budget_bytes == 0

@@ -13,7 +13,7 @@ from collections import Counter
 
 import pytest
 import torch
-from budget_layers import SWAP, forward, kept_peak, new_layers, rates_for, step
+from budget_layers import forward, kept_peak, managed, new_layers, step
 from helpers import assert_same_gradients, gradients
 from moe_layers import STEPS, Experts
 from torch import nn
@@ -82,9 +82,7 @@ def test_a_length_that_is_drawn_anew_in_each_step_is_not_planned_in_each_step(
         largest = 2 * len(layers) * 48 * 64 * 4
         budget = int(budget * largest)
     plain = {rows: step(layers, rows, device) for rows in set(drawn)}
-    with memswap.manage(
-        layers, SWAP, pool=new_pool(), budget=budget, rates=rates_for(device)
-    ) as manager:
+    with managed(layers, new_pool(), budget) as manager:
         for number, rows in enumerate(drawn):
             if number == 4:
                 manager.reset_stats()
@@ -101,9 +99,7 @@ def test_a_length_that_is_drawn_anew_in_each_step_is_not_planned_in_each_step(
 
 def test_a_few_shapes_have_a_plan_each_and_the_second_one_at_once(device, new_pool, counted):
     layers = new_layers(device)
-    with memswap.manage(
-        layers, SWAP, pool=new_pool(), budget="60%", rates=rates_for(device)
-    ) as manager:
+    with managed(layers, new_pool(), "60%") as manager:
         for _ in range(5):
             step(layers, 32, device)
         counted.clear()
@@ -117,9 +113,7 @@ def test_a_few_shapes_have_a_plan_each_and_the_second_one_at_once(device, new_po
 
 def test_a_length_that_would_fit_the_last_ones_plan_has_its_own(device, new_pool):
     layers = new_layers(device)
-    with memswap.manage(
-        layers, SWAP, pool=new_pool(), budget="60%", rates=rates_for(device)
-    ) as manager:
+    with managed(layers, new_pool(), "60%") as manager:
         for _ in range(5):
             step(layers, 32, device)
         kept = manager.plan.kept_peak_bytes
@@ -133,9 +127,7 @@ def test_lengths_that_are_in_flight_together_share_the_budget(device, new_pool):
     layers = new_layers(device)
     plain = step_of_two(layers, device)
     budget = int(0.6 * kept_peak(device, new_pool(), LONG))
-    with memswap.manage(
-        layers, SWAP, pool=new_pool(), budget=budget, rates=rates_for(device)
-    ) as manager:
+    with managed(layers, new_pool(), budget) as manager:
         for _ in range(5):
             step(layers, LONG, device)
         with pytest.warns(UserWarning, match="more forwards are in flight than before"):
@@ -152,9 +144,7 @@ def test_a_share_of_a_short_step_is_no_bound_for_a_long_one_beside_it(device, ne
     plain = step_of_two(layers, device)
     with (
         warnings.catch_warnings(),
-        memswap.manage(
-            layers, SWAP, pool=new_pool(), budget="60%", rates=rates_for(device)
-        ) as manager,
+        managed(layers, new_pool(), "60%") as manager,
     ):
         warnings.simplefilter("error")  # more than the budget would be told
         for _ in range(6):
@@ -174,9 +164,7 @@ def test_an_evaluation_without_no_grad_does_not_cost_the_training_its_plan(
     drop = layers[2].register_forward_hook(
         lambda module, _, y: nn.functional.dropout(y, 0.5) if module.training else None
     )
-    with memswap.manage(
-        layers, SWAP, pool=new_pool(), budget="70%", rates=rates_for(device)
-    ) as manager:
+    with managed(layers, new_pool(), "70%") as manager:
         for _ in range(4):
             step(layers, 32, device)
         assert manager.plan is not None
@@ -199,9 +187,7 @@ def test_forwards_without_a_backward_are_not_waited_for_each_time(device, new_po
         wait(recorder)
 
     monkeypatch.setattr(native.Recorder, "wait", counted_wait)
-    with memswap.manage(
-        layers, SWAP, pool=new_pool(), budget="70%", rates=rates_for(device)
-    ) as manager:
+    with managed(layers, new_pool(), "70%") as manager:
         with pytest.warns(UserWarning, match="8 forwards had no backward"):
             for _ in range(40):
                 forward(layers, 32, device)

@@ -9,7 +9,7 @@ import warnings
 
 import pytest
 import torch
-from budget_layers import new_layers, rates_for
+from budget_layers import managed, new_layers
 from budget_layers import step as budget_step
 from helpers import (
     EVERYTHING,
@@ -397,7 +397,7 @@ def test_a_save_that_fails_under_a_budget_costs_no_step(
 
     monkeypatch.setattr(transfers, "open_lane", lambda *a, **k: Failing(opened(*a, **k)))
     policy = memswap.Policy(action=memswap.Action.SWAP, min_bytes=1)
-    manager = memswap.manage(layers, policy, pool=new_pool(), budget="60%", rates=rates_for(device))
+    manager = managed(layers, new_pool(), "60%", policy)
     for number in range(12):
         left[0] = 3 if number == failing_step else 0
         assert_same_gradients(budget_step(layers, 32, device), expected)

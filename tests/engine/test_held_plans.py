@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from budget_layers import FAST, new_layers, rates_for, step
+from budget_layers import FAST, managed, new_layers, rates_for, step
 from helpers import assert_released, assert_same_gradients
 
 import memswap
@@ -113,7 +113,7 @@ def test_without_memory_for_a_plain_step_marks_alone_tell(device, new_pool, monk
     monkeypatch.setattr(learner, "AUTO_SLOWDOWN", 1e3)
     layers, pool = new_layers(device), new_pool()
     plain = step(layers, 32, device)
-    with memswap.manage(layers, SWAP, pool=pool, budget="auto", rates=rates_for(device)) as manager:
+    with managed(layers, pool, "auto") as manager:
         kept = []
         for _ in range(60):
             manager.reset_stats()

@@ -14,7 +14,7 @@ from functools import partial
 
 import pytest
 import torch
-from budget_layers import SWAP, forward, kept_peak, new_layers, rates_for, step
+from budget_layers import SWAP, forward, kept_peak, managed, new_layers, step
 from helpers import assert_same_gradients
 
 import memswap
@@ -59,14 +59,10 @@ def gate(monkeypatch) -> Iterator[Gate]:
         thread.join(WAIT_S)
 
 
-def managed(layers, device, new_pool, budget="60%"):
-    return memswap.manage(layers, SWAP, pool=new_pool(), budget=budget, rates=rates_for(device))
-
-
 def test_no_step_waits_for_a_plan_and_a_later_one_follows_it(device, new_pool, gate):
     layers = new_layers(device)
     plain = step(layers, 32, device)
-    with managed(layers, device, new_pool) as manager:
+    with managed(layers, new_pool(), "60%") as manager:
         assert "no plan yet, the first steps learn" in manager.report()
         gate.await_planning(lambda: assert_same_gradients(step(layers, 32, device), plain))
         for _ in range(6):
@@ -85,7 +81,7 @@ def test_no_step_waits_for_a_plan_and_a_later_one_follows_it(device, new_pool, g
 
 def test_waiting_between_two_steps_has_the_plan_in_the_next_one(device, new_pool):
     layers = new_layers(device)
-    with managed(layers, device, new_pool) as manager:
+    with managed(layers, new_pool(), "60%") as manager:
         for number in range(1, 6):
             step(layers, 32, device)
             assert (manager.wait_for_plan() is not None) == (number >= 3), f"after step {number}"
@@ -97,7 +93,7 @@ def test_waiting_between_two_steps_has_the_plan_in_the_next_one(device, new_pool
 def test_a_budget_that_cannot_be_met_is_raised_where_somebody_waits_or_goes_on(device, new_pool):
     layers = new_layers(device)
     plain = step(layers, 32, device)
-    with managed(layers, device, new_pool, budget=1) as manager:
+    with managed(layers, new_pool(), budget=1) as manager:
         for _ in range(3):
             step(layers, 32, device)
         with pytest.raises(BudgetError, match="at least"):
@@ -107,7 +103,7 @@ def test_a_budget_that_cannot_be_met_is_raised_where_somebody_waits_or_goes_on(d
 
 def test_a_manager_that_goes_while_its_plan_is_made_leaves_nothing_alive(device, new_pool, gate):
     layers = new_layers(device)
-    manager = managed(layers, device, new_pool)
+    manager = managed(layers, new_pool(), "60%")
     gate.await_planning(training := partial(step, layers, 32, device))
     model, engine = weakref.ref(layers), weakref.ref(manager._engine)
     del manager, layers, training
@@ -118,7 +114,7 @@ def test_a_manager_that_goes_while_its_plan_is_made_leaves_nothing_alive(device,
 
 def test_removing_a_manager_ends_its_planning(device, new_pool, gate):
     layers = new_layers(device)
-    manager = managed(layers, device, new_pool)
+    manager = managed(layers, new_pool(), "60%")
     gate.await_planning(lambda: step(layers, 32, device))
     threading.Timer(0.05, gate.opened.set).start()
     manager.remove()
@@ -134,7 +130,7 @@ def test_more_forwards_than_planned_for_have_no_plan_until_there_is_one_for_them
     gate.opened.set()
     budget = int(1.3 * kept_peak(device, new_pool()))
     gate.opened.clear()
-    with managed(layers, device, new_pool, budget) as manager:
+    with managed(layers, new_pool(), budget) as manager:
         for _ in range(3):
             step(layers, 32, device)
         gate.opened.set()
@@ -159,7 +155,7 @@ def test_a_plan_that_an_interrupt_has_lost_is_made_again(device, new_pool):
             raise KeyboardInterrupt
 
     layers = new_layers(device)
-    with managed(layers, device, new_pool) as manager:
+    with managed(layers, new_pool(), "60%") as manager:
         for _ in range(3):
             step(layers, 32, device)
         before = sys.gettrace()
@@ -182,7 +178,7 @@ def test_training_goes_on_where_the_system_has_no_thread_for_planning(
 
     layers = new_layers(device)
     plain = step(layers, 32, device)
-    with managed(layers, device, new_pool) as manager:
+    with managed(layers, new_pool(), "60%") as manager:
         with monkeypatch.context() as patched:
             patched.setattr(threading.Thread, "start", refused)
             for _ in range(6):
@@ -197,7 +193,7 @@ def test_training_goes_on_where_the_system_has_no_thread_for_planning(
 def test_a_process_that_is_forked_while_a_plan_is_made_makes_it_itself(new_pool, gate):
     device = torch.device("cpu")
     layers = new_layers(device)
-    with managed(layers, device, new_pool) as manager:
+    with managed(layers, new_pool(), "60%") as manager:
         gate.await_planning(lambda: step(layers, 32, device))
         child = os.fork()
         if child == 0:  # no pytest here
@@ -219,7 +215,7 @@ sys.path.insert(0, sys.argv[1])
 import torch
 import memswap
 from memswap.planning import making
-from budget_layers import SWAP, new_layers, rates_for, step
+from budget_layers import managed, new_layers, step
 
 make_plan = making.make_plan
 
@@ -234,9 +230,7 @@ def slow(*arguments, **options):
 making.make_plan = slow
 device = torch.device("cpu")
 layers = new_layers(device)
-manager = memswap.manage(
-    layers, SWAP, pool=memswap.DiskPool(budget="16MiB"), budget="60%", rates=rates_for(device)
-)
+manager = managed(layers, memswap.DiskPool(budget="16MiB"), "60%")
 while not planning.is_set():
     step(layers, 32, device)
 """

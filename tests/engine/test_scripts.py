@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from budget_layers import SWAP, forward, kept_peak, new_layers, rates_for, step
+from budget_layers import forward, kept_peak, managed, new_layers, step
 from helpers import assert_released, assert_same_gradients
 
 import memswap
@@ -53,9 +53,7 @@ def test_a_plan_that_is_followed_asks_nobody_and_does_the_same(
     def train() -> tuple[Any, Any, int, dict[str, int]]:
         layers = new_layers(device)
         pool = new_pool()
-        with memswap.manage(
-            layers, SWAP, pool=pool, budget=budget, rates=rates_for(device)
-        ) as manager:
+        with managed(layers, pool, budget) as manager:
             for _ in range(6):
                 step(layers, 32, device)
             manager.reset_stats()
@@ -83,9 +81,7 @@ def test_who_looks_before_a_forward_saves_finds_the_same_plan(device, new_pool, 
     layers = new_layers(device)
     plain = step(layers, 32, device)
     budget = int(0.5 * kept_peak(device, new_pool()))
-    with memswap.manage(
-        layers, SWAP, pool=new_pool(), budget=budget, rates=rates_for(device)
-    ) as manager:
+    with managed(layers, new_pool(), budget) as manager:
         for _ in range(6):
             step(layers, 32, device)
         plan = manager.plan
@@ -104,9 +100,7 @@ def test_planned_frames_are_followed_without_asking(device, new_pool, calls):
     layers = new_layers(device, depth=12)
     plain = step(layers, 32, device)
     policy = memswap.Policy(action=Action.ENCODE_SWAP, min_bytes=1)
-    with memswap.manage(
-        layers, policy, pool=new_pool(), budget="80%", rates=rates_for(device)
-    ) as manager:
+    with managed(layers, new_pool(), "80%", policy) as manager:
         for _ in range(8):
             step(layers, 32, device)
         calls.clear()
@@ -120,9 +114,7 @@ def test_a_step_that_leaves_the_plan_asks_from_there_on(device, new_pool, calls)
     budget = int(0.5 * kept_peak(device, new_pool()))
     layers = new_layers(device)
     plain = {depth: step(layers[:depth], 32, device) for depth in (4, 6)}
-    with memswap.manage(
-        layers, SWAP, pool=new_pool(), budget=budget, rates=rates_for(device)
-    ) as manager:
+    with managed(layers, new_pool(), budget) as manager:
         for _ in range(6):
             step(layers, 32, device)
         for depth in (4, 6):  # the first ends before the plan does
@@ -139,9 +131,7 @@ def test_backwards_that_take_turns_each_follow_their_own_plan(device, new_pool, 
     layers = new_layers(device)
     plain = step(layers, 32, device)
     budget = int(1.2 * kept_peak(device, new_pool()))
-    with memswap.manage(
-        layers, SWAP, pool=new_pool(), budget=budget, rates=rates_for(device)
-    ) as manager:
+    with managed(layers, new_pool(), budget) as manager:
         for turn in range(8):
             layers.zero_grad(set_to_none=True)
             losses = [forward(layers, 32, device) for _ in range(2)]
