@@ -18,10 +18,6 @@ inline constexpr std::tuple kMembers<Plan::Place>{
     &Plan::Place::dtype,        &Plan::Place::action,    &Plan::Place::releases,
     &Plan::Place::departures,   &Plan::Place::fetches,   &Plan::Place::departs,
     &Plan::Place::frame_nbytes, &Plan::Place::for_recipe};
-template <>
-inline constexpr std::tuple kMembers<Outcome>{
-    &Outcome::follows, &Outcome::began_backward, &Outcome::unfit,       &Outcome::refused,
-    &Outcome::nbytes,  &Outcome::peak_bytes,     &Outcome::limit_bytes, &Outcome::no_recipe};
 
 namespace {
 
@@ -73,6 +69,9 @@ void bind_entry(py::module_& module) {
   py::class_<Plan, std::shared_ptr<Plan>>(module, "Plan")
       .def(py::init(&make_plan), "device"_a, "least_bytes"_a, "places"_a)
       .def("__len__", [](const Plan& plan) { return plan.places.size(); });
+  Bound<Outcome>(module, "Outcome")
+      .reads<&Outcome::follows, &Outcome::began_backward, &Outcome::unfit, &Outcome::refused,
+             &Outcome::nbytes, &Outcome::peak_bytes, &Outcome::limit_bytes, &Outcome::no_recipe>();
   Bound<Iteration, IterationPtr>(module, "Iteration")
       .calls<&Iteration::entry, &Iteration::present_bytes>()
       .reads<&Iteration::sizes, &Iteration::over, &Iteration::nbytes, &Iteration::waits,

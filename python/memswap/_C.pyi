@@ -298,6 +298,26 @@ class Plan:
     ) -> None: ...
     def __len__(self) -> int: ...
 
+class Outcome:
+    """How an iteration went, until it was asked (csrc/engine/iteration.h)."""
+
+    @property
+    def follows(self) -> bool: ...  # its plan
+    @property
+    def began_backward(self) -> bool: ...
+    @property
+    def unfit(self) -> bool: ...  # frames took more than was planned
+    @property
+    def refused(self) -> bool: ...  # the pool had no room for something
+    @property
+    def nbytes(self) -> int: ...
+    @property
+    def peak_bytes(self) -> int: ...
+    @property
+    def limit_bytes(self) -> int: ...
+    @property
+    def no_recipe(self) -> set[int]: ...  # places that were to be recomputed, and were not
+
 class Iteration:
     """One forward and the backward that belongs to it (csrc/engine/iteration.h)."""
 
@@ -307,8 +327,8 @@ class Iteration:
     recorder: Recorder | None
     @property
     def proven(self) -> list[tuple[int, ProvenRecipe]]: ...  # by the storage's place
-    @property  # whether it follows its plan, ... (csrc/engine/iteration.h, Outcome)
-    def outcome(self) -> tuple[bool, bool, bool, bool, int, int, int, set[int]]: ...
+    @property
+    def outcome(self) -> Outcome: ...
     @property
     def pooled_bytes(self) -> int: ...
     def present_bytes(self, granularity: int) -> int: ...

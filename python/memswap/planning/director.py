@@ -171,7 +171,7 @@ class BudgetDirector:
         self._learner.begin()
         latest = self._latest
         knows = latest is None or any([kind.needs_operators for kind in self._kinds])
-        if latest is not None and latest.holding is not None and self._learner.keeps_next(latest):
+        if latest is not None and self._learner.keeps_next(latest):
             knows = False
         self._engine.knows_operators = knows
         if self._device is not None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from memswap.engine.action import KEEP
 
 if TYPE_CHECKING:
-    from memswap._C import Iteration, Workspace
+    from memswap._C import Iteration, Outcome, Workspace
     from memswap.engine.action import Action
     from memswap.engine.expectations import Key
     from memswap.planning.kinds import Followed, StepKind, Timing
@@ -58,18 +58,15 @@ class InFlight:
         self.excess_bytes = 0
         #: Storages that were waited for since there was no room.
         self.waited_for = 0
-        # How it went, as `look` has seen it last.
+        #: How it went, as `look` has seen it last.
+        self.outcome: Outcome
+        # What that means under a plan.
         #: Whether it left its plan, or its forward saved clearly more or fewer bytes than planned.
         self.changed = False
-        self.began_backward = False
-        #: Whether frames took more than was planned.
+        #: Whether it took more than was planned.
         self.unfit = False
-        #: Whether the pool had no room for something.
-        self.refused = False
-        #: The most that was resident, and by how much that exceeds the budget of all in flight.
-        self.peak_bytes = self.over_budget_bytes = 0
-        #: Storages that were to be recomputed, and were not.
-        self.no_recipe: set[int] = set()
+        #: By how much its peak exceeds the budget of all in flight.
+        self.over_budget_bytes = 0
 
     # --- what happens to a storage ----------------------------------------------------------------
 
@@ -116,33 +113,24 @@ class InFlight:
 
     def look(self) -> None:
         """How does it go? A higher peak is noticed, if it is the doing of the plan in force."""
-        (
-            follows,
-            self.began_backward,
-            self.unfit,
-            self.refused,
-            nbytes,
-            self.peak_bytes,
-            limit_bytes,
-            self.no_recipe,
-        ) = self.iteration.outcome
+        outcome = self.outcome = self.iteration.outcome
         followed, plan, measured = self._followed, self.plan, self.kind.measured
         if followed is None or plan is None:
             return
-        self.changed = not follows
-        if follows and self.began_backward:
+        self.changed, self.unfit = not outcome.follows, outcome.unfit
+        if outcome.follows and outcome.began_backward:
             expected = self._size * followed.saved_bytes
-            self.changed = abs(nbytes - expected) > SIZE_TOLERANCE * expected
+            self.changed = abs(outcome.nbytes - expected) > SIZE_TOLERANCE * expected
+        peak_bytes, limit_bytes = outcome.peak_bytes, outcome.limit_bytes
         self.over_budget_bytes = 0
-        if plan.budget_bytes is not None and self.peak_bytes > plan.budget_bytes:
-            allowed_bytes = max(plan.budget_bytes, limit_bytes)
-            self.over_budget_bytes = max(self.peak_bytes - allowed_bytes, 0)
-        if plan is not self.kind.plan or not self.peak_bytes:
+        if plan.budget_bytes is not None and peak_bytes > plan.budget_bytes:
+            self.over_budget_bytes = max(peak_bytes - max(plan.budget_bytes, limit_bytes), 0)
+        if plan is not self.kind.plan or not peak_bytes:
             return
-        measured.peak_bytes = max(self.peak_bytes, measured.peak_bytes or 0)
+        measured.peak_bytes = max(peak_bytes, measured.peak_bytes or 0)
         if self.over_budget_bytes > measured.over_budget_bytes:
             measured.over_budget_bytes = self.over_budget_bytes
-        if self.peak_bytes > (limit_bytes or plan.limit_bytes * plan.in_flight):
+        if peak_bytes > (limit_bytes or plan.limit_bytes * plan.in_flight):
             self.unfit = self.unfit or not self.changed
 
     def end(self) -> None:

@@ -143,7 +143,7 @@ class Learner:
             BudgetError: no plan meets the budget.
         """
         self._forwards.number += 1
-        self.background.collect(self._forwards.number)
+        self.collect()
 
     def collect(self) -> None:
         """Follow the plans that have been made by now."""
@@ -156,18 +156,22 @@ class Learner:
         answers for it in its own time, and nobody times the next one before all follow what was
         found.
         """
-        waits = kind.planning and self._ranks is not None
-        return not waits and kind.times_next()
+        return not self._waits_for_ranks(kind) and kind.times_next()
 
     def keeps_next(self, kind: StepKind) -> bool:
         """Whether everything stays in the next iteration, which a plan is compared with."""
-        waits = self._ranks is not None and kind.planning  # and so it is not timed
-        return kind.holding is not None and kind.holding.next_is_plain and not waits
+        if kind.holding is None or self._waits_for_ranks(kind):  # then it is not timed
+            return False
+        return kind.holding.next_is_plain
+
+    def _waits_for_ranks(self, kind: StepKind) -> bool:
+        """Whether the ranks that plan together do not follow yet what was found of a kind."""
+        return self._ranks is not None and kind.planning
 
     def ended(self, one: InFlight) -> None:
         """An iteration is over."""
         kind, timing = one.kind, one.timing
-        if one.plan is None and one.refused:
+        if one.plan is None and one.outcome.refused:
             full_at_bytes = max(kind.learning.full_at_bytes, one.iteration.pooled_bytes)
             kind.learning.full_at_bytes = full_at_bytes
         if kind.plan is None:
@@ -190,20 +194,20 @@ class Learner:
 
     def _followed(self, one: InFlight, timing: Timing | None) -> None:
         """An iteration followed the plan in force: is that still the right one?"""
-        kind, as_planned = one.kind, not one.changed
+        kind, outcome, as_planned = one.kind, one.outcome, not one.changed
         measured = kind.measured
         measured.timing = measured.timing or timing
-        measured.unproven = measured.unproven + 1 if one.no_recipe else 0
+        measured.unproven = measured.unproven + 1 if outcome.no_recipe else 0
         if measured.unproven > PROOFS:
-            self._drop_recipes(kind, one.no_recipe)
+            self._drop_recipes(kind, outcome.no_recipe)
             return
-        over = one.over_budget_bytes > 0 and self._tell_if_over(one)
+        over = self._tell_if_over(one)
         # An evaluation begins like a step and saves less; there is nothing to learn from it.
-        if one.began_backward and kind.looked(as_planned):
+        if outcome.began_backward and kind.looked(as_planned):
             kind.learn_again()
             return
         measured.unfit = measured.unfit + 1 if one.unfit else 0
-        if one.refused and one.iteration.pooled_bytes < kind.known.room_bytes:
+        if outcome.refused and one.iteration.pooled_bytes < kind.known.room_bytes:
             kind.follow(replace(kind.known, room_bytes=one.iteration.pooled_bytes))
             self.make_room(kind)
             return
@@ -222,12 +226,12 @@ class Learner:
         over = one.over_budget_bytes
         if not over:
             return False
-        peak = one.peak_bytes
+        peak = one.outcome.peak_bytes
         why = (
             "more forwards are in flight than before, frames became longer than planned with "
             "nowhere else for the bytes to go, or saved tensors are held for longer than they were"
         )
-        if one.refused:
+        if one.outcome.refused:
             why = "the pool has no room for what was to leave (stats().kept)"
         elif one.changed:
             why = "the step saved other storages, or larger ones, than the plan is for"
@@ -673,7 +677,7 @@ def outgrown(one: InFlight) -> bool:
     plan = one.plan
     if not isinstance(plan, DevicePlan) or one.changed:
         return False
-    return plan.outgrown_by(one.peak_bytes)
+    return plan.outgrown_by(one.outcome.peak_bytes)
 
 
 def free_bytes(device: torch.device) -> int | None:
