@@ -29,4 +29,7 @@ Isa best_isa();
 // EncodeParams::asks_near, on this processor.
 bool asks_near();
 
+// Whether [Note: pages ahead] pays on this processor.
+bool touches_pages();
+
 }  // namespace memswap::cpu

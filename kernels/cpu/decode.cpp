@@ -50,6 +50,7 @@ class FrameDecoder {
     // A checksum reads each tile again while it is still in the caches.
     params_.streaming = checksum_ == nullptr && job.elements * width_ >= streaming_bytes() &&
                         reinterpret_cast<uintptr_t>(job.output) % kLineBytes == 0;
+    params_.touches_pages = params_.streaming && touches_pages();
     decode_blocks_ = blocks.decoder(params_);
   }
 

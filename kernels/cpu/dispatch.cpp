@@ -7,6 +7,14 @@ namespace memswap::cpu {
 
 namespace {
 
+bool is_intel() {
+#if defined(__x86_64__)
+  return __builtin_cpu_is("intel");
+#else
+  return false;
+#endif
+}
+
 #if defined(MEMSWAP_CPU_HAS_VECTOR)
 bool runs_vector() {
 #if defined(__x86_64__)
@@ -63,12 +71,8 @@ Isa best_isa() {
   return Isa::kScalar;
 }
 
-bool asks_near() {
-#if defined(__x86_64__)
-  return __builtin_cpu_is("intel");
-#else
-  return false;
-#endif
-}
+bool asks_near() { return is_intel(); }
+
+bool touches_pages() { return !is_intel(); }
 
 }  // namespace memswap::cpu

@@ -68,6 +68,7 @@ class FrameEncoder {
     sections_ = frame::sections_of(params_.dtype, params_.layout, job.elements);
     width_ = frame::width_of(params_.dtype);
     params_.streaming = job.elements * width_ >= streaming_bytes();
+    params_.touches_pages = params_.streaming && touches_pages();
     tiles_per_chunk_ =
         params_.streaming ? tiles_per_large_chunk(sections_, width_) : tiles_per_chunk(width_);
     encode_blocks_ = blocks.encoder(params_);
@@ -109,7 +110,7 @@ class FrameEncoder {
       } while (i < count && destination != nullptr &&
                workspace.tiles[i].destination == destination + bytes);
       if (destination != nullptr && bytes != 0) {
-        if (params_.streaming) {
+        if (params_.touches_pages) {
           touch_pages_ahead(destination, bytes);
         }
         copy_(destination, payload, bytes);

@@ -111,7 +111,7 @@ class DenseEncoder {
  private:
   void split(uint32_t b) {
     uint8_t* slab = slabs_ + b * Type::kSlabBytes;
-    if constexpr (kStreaming) {
+    if (kStreaming && params_.touches_pages) {
       touch_pages_ahead(slab, Type::kSlabBytes);
     }
     ranges_[b] = split_block<kDtype, kStreaming>(elements_ + b * Type::kBlockBytes, slab,
@@ -221,8 +221,9 @@ inline bool read_symbols(Symbols& symbols, const uint8_t* slab, const uint8_t* p
 // they, and all stores before them, are in the cache. So a block is joined only when the next one's
 // have been read.
 template <Dtype kDtype, bool kStreaming>
-bool decode_dense(const DecodeParams&, uint8_t* out, const uint8_t* slabs, const uint8_t* payloads,
-                  const frame::Record& record, uint32_t first, uint32_t count) {
+bool decode_dense(const DecodeParams& params, uint8_t* out, const uint8_t* slabs,
+                  const uint8_t* payloads, const frame::Record& record, uint32_t first,
+                  uint32_t count) {
   using Type = Float<kDtype>;
   Symbols symbols[2];
   for (uint32_t round = 0; round < count + 1; ++round) {
@@ -237,7 +238,7 @@ bool decode_dense(const DecodeParams&, uint8_t* out, const uint8_t* slabs, const
     if (round != 0) {
       const uint32_t b = round - 1;
       uint8_t* const block = out + b * Type::kBlockBytes;
-      if constexpr (kStreaming) {
+      if (kStreaming && params.touches_pages) {
         touch_pages_ahead(block, Type::kBlockBytes);
       }
       join_block<kDtype, kStreaming>(block, slabs + b * Type::kSlabBytes, symbols[b % 2]);

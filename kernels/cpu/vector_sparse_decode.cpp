@@ -81,16 +81,16 @@ class SparseDecoder {
   static constexpr uint32_t kWidth = Type::kWidth;
 
  public:
-  explicit SparseDecoder(uint8_t* out) : out_(out) {}
+  SparseDecoder(const DecodeParams& params, uint8_t* out) : params_(params), out_(out) {}
 
   // As DecodeBlocks.
-  bool run(const DecodeParams& params, const uint8_t* slabs, const uint8_t* payloads,
-           const frame::Record& record, uint32_t first, uint32_t count) {
+  bool run(const uint8_t* slabs, const uint8_t* payloads, const frame::Record& record,
+           uint32_t first, uint32_t count) {
     for (uint32_t round = 0; round < count + 2; ++round) {
       // Blocks before the first have numbers beyond the last: they wrap around.
       if (round < count) {
         const CodedBlock block = coded_block(record, first + round);
-        if (!read(params, round, slabs, payloads, block)) {
+        if (!read(round, slabs, payloads, block)) {
           return false;
         }
         payloads += block.units * frame::kUnitBytes;
@@ -107,15 +107,14 @@ class SparseDecoder {
 
  private:
   // The block's streams, and its escapes in a row. A literal block is decoded, and has no streams.
-  bool read(const DecodeParams& params, uint32_t b, const uint8_t* slab, const uint8_t* payload,
-            const CodedBlock& block) {
+  bool read(uint32_t b, const uint8_t* slab, const uint8_t* payload, const CodedBlock& block) {
     for (uint32_t i = 0; i < block.units * frame::kUnitBytes; i += kLanes) {
       prefetch(payload + i, kPrefetchShortBytes);
     }
     Streams& streams = streams_[b];
     streams.literal = block.mode == frame::kLiteral;
     if (streams.literal) {
-      return decode_literal<kStreaming>(params, output(b), slab, payload, block);
+      return decode_literal<kStreaming>(params_, output(b), slab, payload, block);
     }
     if (!find_streams<kDtype>(streams, payload, block)) {
       return false;
@@ -166,7 +165,7 @@ class SparseDecoder {
   // Where a block goes that is written next.
   uint8_t* output(uint32_t b) const {
     uint8_t* const out = out_ + b * Type::kBlockBytes;
-    if constexpr (kStreaming) {
+    if (kStreaming && params_.touches_pages) {
       touch_pages_ahead(out, Type::kBlockBytes);
     }
     return out;
@@ -203,6 +202,7 @@ class SparseDecoder {
   AlignedRow escapes_[2];
   AlignedRow tops_[2];
   Streams streams_[frame::kTileBlocks];
+  const DecodeParams& params_;
   uint8_t* const out_;
 };
 
@@ -210,7 +210,7 @@ template <Dtype kDtype, bool kStreaming>
 bool decode_sparse(const DecodeParams& params, uint8_t* out, const uint8_t* slabs,
                    const uint8_t* payloads, const frame::Record& record, uint32_t first,
                    uint32_t count) {
-  return SparseDecoder<kDtype, kStreaming>(out).run(params, slabs, payloads, record, first, count);
+  return SparseDecoder<kDtype, kStreaming>(params, out).run(slabs, payloads, record, first, count);
 }
 
 }  // namespace

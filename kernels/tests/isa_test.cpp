@@ -93,7 +93,7 @@ class Blocks : public testing::TestWithParam<Isa> {
     memcpy(payload.data(), coded.payload.data(),
            std::min<uint64_t>(told_bytes, coded.payload.size()));
     GuardedBuffer mine(bytes, offset), oracle(bytes, offset);
-    const cpu::DecodeParams params{dtype, layout, streaming};
+    const cpu::DecodeParams params{dtype, layout, streaming, streaming};
     frame::Record record{};
     record.block[0] = frame::Record::pack(told.mode, told.units, told.packed);
     record.center[0] = told.center;
@@ -126,7 +126,8 @@ class Blocks : public testing::TestWithParam<Isa> {
       }
       const uint32_t offset = damage % 2 == 0 ? 0 : frame::width_of(dtype);
       GuardedBuffer mine(elements.size(), offset), oracle(elements.size(), offset);
-      const cpu::DecodeParams params{dtype, layout, streaming && offset == 0};
+      const bool around_caches = streaming && offset == 0;
+      const cpu::DecodeParams params{dtype, layout, around_caches, around_caches};
       const bool expected =
           decode(cpu::scalar_blocks(), params, coded.slab, payloads, record, blocks, oracle);
       ASSERT_EQ(decode(*blocks_, params, coded.slab, payloads, record, blocks, mine), expected)
@@ -169,8 +170,9 @@ TEST_P(Blocks, IsCodedToTheOraclesBytesAndBack) {
                         Choices& choices) {
     for (const bool streaming : {false, true}) {
       for (const bool fast : {false, true}) {
-        const EncodeParams params{dtype, layout, fast, static_cast<uint8_t>(choices.below(256)),
-                                  streaming};
+        const EncodeParams params{
+            dtype,     layout, fast,     static_cast<uint8_t>(choices.below(256)),
+            streaming, false,  streaming};
         const EncodeResult oracle = encode(cpu::scalar_blocks(), params, elements, count);
         expect_same_blocks(encode(*blocks_, params, elements, count), oracle);
         for (const uint32_t offset : {0u, frame::width_of(dtype)}) {
@@ -200,8 +202,10 @@ TEST_P(Blocks, AmongOthersIsCodedToTheOraclesBytesAndBack) {
           fill(pattern, dtype, seed, 0, kBlock, elements.data() + uint64_t{b} * kBlock * width);
         }
         memset(elements.data() + uint64_t{count} * width, 0, uint64_t{missing} * width);
-        const EncodeParams params{dtype, layout, seed % 4 == 3,
-                                  static_cast<uint8_t>(choices.below(256)), seed % 3 == 0};
+        const bool streaming = seed % 3 == 0;
+        const EncodeParams params{
+            dtype,     layout, seed % 4 == 3, static_cast<uint8_t>(choices.below(256)),
+            streaming, false,  streaming};
         const auto mine = encode(*blocks_, params, elements, count);
         const auto oracle = encode(cpu::scalar_blocks(), params, elements, count);
         expect_same_blocks(mine, oracle);

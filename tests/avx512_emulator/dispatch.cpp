@@ -19,4 +19,6 @@ Isa best_isa() { return Isa::kAvx512; }
 
 bool asks_near() { return true; }
 
+bool touches_pages() { return true; }
+
 }  // namespace memswap::cpu
