@@ -18,6 +18,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+#: Of each program it says the process's id, and when that has ended its status.
 SERVER = """
 import json, os, sys
 import torch, torch._dynamo
@@ -52,8 +53,7 @@ class WarmPython:
             env=os.environ | self._own,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            text=True,
-            bufsize=1,
+            bufsize=0,  # select does not see a line that was read together with the one before
         )
 
     def run(
@@ -68,8 +68,9 @@ class WarmPython:
 
         Raises:
             subprocess.TimeoutExpired: the program hangs, and has been killed.
+            RuntimeError: the process that forks is no longer there.
         """
-        assert self._process.stdin is not None and self._process.stdout is not None
+        assert self._process.stdin is not None
         with tempfile.TemporaryDirectory() as folder:
             output = [Path(folder) / "stdout", Path(folder) / "stderr"]
             for file in output:
@@ -80,16 +81,22 @@ class WarmPython:
                 "output": list(map(str, output)),
                 "environment": os.environ | self._own,
             }
-            print(json.dumps(job), file=self._process.stdin, flush=True)
-            child = int(self._process.stdout.readline())
-            ready, _, _ = select.select([self._process.stdout], [], [], timeout_s)
-            if not ready:
+            self._process.stdin.write(json.dumps(job).encode() + b"\n")
+            child = self._next_number()
+            ended, _, _ = select.select([self._process.stdout], [], [], timeout_s)
+            if not ended:
                 os.kill(child, signal.SIGKILL)
-            status = int(self._process.stdout.readline())
+            status = self._next_number()
             said, errors = (file.read_text(encoding="utf-8") for file in output)
-        if not ready:
+        if not ended:
             raise subprocess.TimeoutExpired("a program", timeout_s, said, errors)
         return subprocess.CompletedProcess("a program", status, said, errors)
+
+    def _next_number(self) -> int:
+        assert self._process.stdout is not None
+        if line := self._process.stdout.readline():
+            return int(line)
+        raise RuntimeError(f"the process that forks ended with status {self._process.wait()}")
 
 
 @functools.cache
