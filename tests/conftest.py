@@ -18,6 +18,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -131,47 +132,53 @@ def _what_is_there_is_not_looked_through(
         _modules_when_frozen[0] = len(sys.modules)
 
 
-def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    config = metafunc.config
-    marked = metafunc.definition.get_closest_marker
-    here = Path(metafunc.definition.path)
-    every = marked("every_action")
-    actions = () if every is None else every.args or ACTIONS
-    alone = "rank_pool" not in metafunc.fixturenames
-    if config.getoption("--device") in SIMULATED and any(
-        folder in here.parents and alone for folder in IN_LABORATORY
-    ):
-        from simdev import SCHEDULES, schedules
+def in_laboratory(metafunc: pytest.Metafunc) -> bool:
+    """Whether a test runs under schedules: not those whose ranks are processes, on CPUs."""
+    simulated = metafunc.config.getoption("--device") in SIMULATED
+    folders = Path(metafunc.definition.path).parents
+    own_processes = "rank_pool" in metafunc.fixturenames
+    return simulated and not own_processes and any(one in folders for one in IN_LABORATORY)
 
-        once = marked("one_schedule") is not None
-        chosen = SCHEDULES[:1] if once else schedules(config.getoption("--random-schedules"))
-        if not once:
-            wanted = config.getoption("--schedule") or map(str, chosen)
-            left = set(wanted) - set(config.getoption("--without-schedule"))
-            chosen = [one for one in chosen if str(one) in left]
-        few = [one for one in chosen if str(one) in FEW] or chosen
-        held = SCRIPTS in here.parents or marked("few_schedules") is not None
-        if held and not once and not config.getoption("--slow"):
-            chosen = few  # what they run on is proven under all of them, in others of tests/engine
-        if not actions:
-            metafunc.parametrize("_laboratory", chosen, ids=str, indirect=True)
-            return
-        # Swapping runs under all schedules; the other ways share its engine, and tests/race breaks
-        # their own edges one by one, under all schedules. Recipes, which have no lane of their own,
-        # run under all of them with --slow.
-        under_all = ("swap", "recompute") if config.getoption("--slow") else ("swap",)
-        metafunc.parametrize(
-            ("_laboratory", "_action"),
-            [
-                (one, action)
-                for action in actions
-                for one in (chosen if action in under_all else few)
-            ],
-            ids=str,
-            indirect=True,
-        )
-    elif actions:
-        metafunc.parametrize("_action", actions, indirect=True)
+
+def schedules_of(metafunc: pytest.Metafunc) -> tuple[list[Any], list[Any]]:
+    """The schedules that a test runs under, and the few of them where these are enough."""
+    from simdev import SCHEDULES, schedules
+
+    option = metafunc.config.getoption
+    marked = metafunc.definition.get_closest_marker
+    if marked("one_schedule") is not None:
+        return SCHEDULES[:1], SCHEDULES[:1]
+    every = schedules(option("--random-schedules"))
+    known = {str(one) for one in every}
+    wanted, unwanted = set(option("--schedule") or known), set(option("--without-schedule"))
+    if unknown := (wanted | unwanted) - known:
+        raise pytest.UsageError(f"no schedule is called {unknown}; there are {sorted(known)}")
+    chosen = [one for one in every if str(one) in wanted - unwanted]
+    few = [one for one in chosen if str(one) in FEW] or chosen
+    # What the others run on is proven under all schedules, in other tests of tests/engine.
+    scripts = SCRIPTS in Path(metafunc.definition.path).parents
+    enough = (scripts or marked("few_schedules") is not None) and not option("--slow")
+    return few if enough else chosen, few
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Once per schedule and away form."""
+    every_action = metafunc.definition.get_closest_marker("every_action")
+    actions = () if every_action is None else every_action.args or ACTIONS
+    if not in_laboratory(metafunc):
+        if actions:
+            metafunc.parametrize("_action", actions, indirect=True)
+        return
+    chosen, few = schedules_of(metafunc)
+    if not actions:
+        metafunc.parametrize("_laboratory", chosen, ids=str, indirect=True)
+        return
+    # Swapping runs under all schedules; the other ways share its engine, and tests/race breaks
+    # their own edges one by one, under all schedules. Recipes, which have no lane of their own,
+    # run under all of them with --slow.
+    under_all = ("swap", "recompute") if metafunc.config.getoption("--slow") else ("swap",)
+    pairs = [(one, way) for way in actions for one in (chosen if way in under_all else few)]
+    metafunc.parametrize(("_laboratory", "_action"), pairs, ids=str, indirect=True)
 
 
 @pytest.fixture(autouse=True)
