@@ -297,13 +297,15 @@ DecodeBlocks dense_decoder(const DecodeParams& params) {
 }
 
 EncodeBlocks upcast_encoder(const EncodeParams& params) {
-  return params.streaming ? &encode_one_by_one<encode_upcast<true>>
-                          : &encode_one_by_one<encode_upcast<false>>;
+  return for_streaming<EncodeBlocks>(params.streaming, []<bool kStreaming>() -> EncodeBlocks {
+    return &encode_one_by_one<encode_upcast<kStreaming>>;
+  });
 }
 
 DecodeBlocks upcast_decoder(const DecodeParams& params) {
-  return params.streaming ? &decode_one_by_one<decode_upcast<true>>
-                          : &decode_one_by_one<decode_upcast<false>>;
+  return for_streaming<DecodeBlocks>(params.streaming, []<bool kStreaming>() -> DecodeBlocks {
+    return &decode_one_by_one<decode_upcast<kStreaming>>;
+  });
 }
 
 }  // namespace memswap::cpu::MEMSWAP_ISA

@@ -224,18 +224,21 @@ DecodeBlocks ints_decoder(const DecodeParams& params) {
 EncodeBlocks bits_encoder(const EncodeParams&) { return &encode_one_by_one<encode_bits>; }
 
 DecodeBlocks bits_decoder(const DecodeParams& params) {
-  return params.streaming ? &decode_one_by_one<decode_bits<true>>
-                          : &decode_one_by_one<decode_bits<false>>;
+  return for_streaming<DecodeBlocks>(params.streaming, []<bool kStreaming>() -> DecodeBlocks {
+    return &decode_one_by_one<decode_bits<kStreaming>>;
+  });
 }
 
 EncodeBlocks raw_encoder(const EncodeParams& params) {
-  return params.streaming ? &encode_one_by_one<encode_literal<true>>
-                          : &encode_one_by_one<encode_literal<false>>;
+  return for_streaming<EncodeBlocks>(params.streaming, []<bool kStreaming>() -> EncodeBlocks {
+    return &encode_one_by_one<encode_literal<kStreaming>>;
+  });
 }
 
 DecodeBlocks raw_decoder(const DecodeParams& params) {
-  return params.streaming ? &decode_one_by_one<decode_literal<true>>
-                          : &decode_one_by_one<decode_literal<false>>;
+  return for_streaming<DecodeBlocks>(params.streaming, []<bool kStreaming>() -> DecodeBlocks {
+    return &decode_one_by_one<decode_literal<kStreaming>>;
+  });
 }
 
 // Words stand in pairs in 64-bit lanes: the even ones weigh 1, 5, 9, ..., the odd ones 2 more.

@@ -14,6 +14,7 @@
 #include "memswap/portable.h"
 #include "memswap/sample.h"
 #include "patterns.h"
+#include "streaming.h"
 
 // Of AddressSanitizer. What is freed soon after it was allocated need not wait long to be used
 // again; memory that comes back from the caches is what makes small inputs fast.
@@ -47,6 +48,8 @@ constexpr size_t kMaxTensorBytes = sizeof(uint64_t) * (kMaxElements + frame::kBl
 constexpr size_t kMaxFrameBytes = kMaxTensorBytes + kMaxTensorBytes / 4;
 constexpr uint32_t kMaxOffset = 32 * sizeof(uint64_t);
 static_assert(kMaxFuzzBytes <= kMaxTensorBytes);
+// Nothing is stored around the caches, and add_fuzzer() compiles nothing for it.
+static_assert(kMaxTensorBytes < cpu::kLeastStreamingBytes);
 static_assert(kFuzzChosenLayout == frame::kLastLayout + 1);
 
 [[noreturn]] void fail(const char* what) {
