@@ -127,7 +127,8 @@ def run_fuzzer(slow: bool) -> Sum:
         more = [[limit, f"-seed={time.time_ns() % 2**31 + n}"] for n in range(processes)]
     else:
         print(
-            "no clang++ with libFuzzer: our own mutator instead (Debian: clang, libfuzzer-14-dev)"
+            "no clang++ with libFuzzer: our own mutator instead"
+            " (Debian: clang, libfuzzer-14-dev, libclang-rt-14-dev)"
         )
         build = ROOT / "build" / "kernels"
         target = "memswap_fuzz_decode"
