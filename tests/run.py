@@ -31,12 +31,13 @@ class Suite:
     says: str
     device: str | None = None
     environment: dict[str, str] = field(default_factory=dict)
-    quick: tuple[str, ...] = ()  # more arguments, unless the slow tests run as well
+    without_slow: tuple[str, ...] = ()  # more arguments where the slow tests do not run
 
 
-#: Every test of the engine passes this schedule, and those marked `one_schedule` their own, under
-#: the name npu; all other schedules are those of the name sim. With --slow each name has them all.
-ONCE = "lazy"
+#: The tests of the engine run under this schedule with the device's name npu, and under all others
+#: with the name sim. Tests marked `one_schedule` run with the name npu. With --slow both names have
+#: all schedules.
+NPU_SCHEDULE = "lazy"
 
 SUITES = (
     Suite(
@@ -45,24 +46,25 @@ SUITES = (
         "unit and planning tests, emulators and examples, on the CPU",
     ),
     Suite("cpu", ("tests/engine",), "engine tests on the CPU"),
-    # The simulator's executor and OpenMP's threads would fight for the cores. What the suite under
-    # the other name runs is left to it: the accelerator is the same.
+    # The simulator's executor and OpenMP's threads would fight for the cores. The suite npu runs on
+    # the same accelerator, so what is tested there is left out here.
     Suite(
         "sim",
         ("tests/engine", "tests/compat_scripts"),
         "engine tests and other systems' scripts on the simulated accelerator",
         device="sim",
         environment={"OMP_NUM_THREADS": "1"},
-        quick=("--without-schedule", ONCE, "-m", "not one_schedule"),
+        without_slow=("--without-schedule", NPU_SCHEDULE, "-m", "not one_schedule"),
     ),
-    # Nothing that memswap does may hang on the device's name: torch_npu's serves the same key.
+    # Nothing that memswap does may depend on the device's name: torch_npu registers for the same
+    # dispatch key under another one.
     Suite(
         "npu",
         ("tests/engine", "tests/compat_scripts"),
         "engine tests and other systems' scripts on the simulated accelerator under the name npu",
         device="npu",
         environment={"OMP_NUM_THREADS": "1"},
-        quick=("--schedule", ONCE),
+        without_slow=("--schedule", NPU_SCHEDULE),
     ),
     Suite(
         "race",
@@ -87,9 +89,10 @@ SUITES = (
 )
 
 
-#: What one process runs of the default suite, longest first, or the last one would run alone. The
-#: kernels' tests and the fuzzer share a folder.
-TOGETHER = (
+#: The parts of the whole run, by the process that runs them in turn. Processes start in this order,
+#: the longest first: what starts last should not run long beside an idle core. The kernels' tests
+#: and the fuzzer may not run at a time, as they may build in the same folder.
+PROCESSES = (
     ("unit",),
     ("cpu",),
     ("parallel",),
@@ -118,7 +121,7 @@ def run_pytest(suite: Suite, slow: bool, more: list[str]) -> Sum:
     command = [sys.executable, "-m", "pytest", *[p for p in suite.paths if p not in missing]]
     command += ["-q", f"--junitxml={report}"]
     command += ["--device", suite.device] if suite.device else []
-    command += ["--slow"] if slow else suite.quick
+    command += ["--slow"] if slow else suite.without_slow
     total = Sum(failed=len(missing))
     if len(missing) < len(suite.paths):
         total.add(run_and_count(command + more, report, suite.environment))
@@ -155,7 +158,7 @@ def run_apart(names: Sequence[str], slow: bool, more: list[str]) -> dict[str, Su
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    every = [name for names in TOGETHER for name in names]
+    every = [name for names in PROCESSES for name in names]
     parser.add_argument("--only", nargs="+", choices=every, help="these parts alone, in turn")
     parser.add_argument("--slow", action="store_true", help="run the tests marked slow as well")
     parser.add_argument(
@@ -168,7 +171,7 @@ def main() -> int:
     parts: dict[str, Sum] = {}
     if arguments.only is None and arguments.jobs > 1:
         with ThreadPoolExecutor(arguments.jobs) as pool:
-            running = [pool.submit(run_apart, names, arguments.slow, more) for names in TOGETHER]
+            running = [pool.submit(run_apart, names, arguments.slow, more) for names in PROCESSES]
         for one in running:
             parts |= one.result()
     else:
