@@ -261,7 +261,6 @@ class StepKind:
 
     def __init__(self, first: Key) -> None:
         self.known = Known(first)
-        self.plan: Plan | None = None  # the one in force: `known.plan`
         self.learning = Learning()
         self.measured = Measured()
         self.flights = Flights()
@@ -275,6 +274,11 @@ class StepKind:
         self.wants_again = False  # of these: whether this rank's device is no longer as it was
         self.needs_operators = True  # whether the plan has recipes, or one is still to be made
         self._ready: list[Followed] = []  # the last two
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan in force."""
+        return self.known.plan
 
     def times_next(self) -> bool:
         """Whether the next iteration is to be timed."""
@@ -301,7 +305,7 @@ class StepKind:
         if self.plan is not None or known.trial is not None:
             if known.full is None or not known.full.regions:
                 return frozenset()
-            on = known.recompute if known.plan is None else known.plan.recompute
+            on = known.recompute if self.plan is None else self.plan.recompute
             return frozenset(one.unit for one in known.full.regions) - set(on)
         learns = learning.iterations >= 2 and learning.unusable < MOST_UNUSABLE
         return None if learns else frozenset()
@@ -354,14 +358,13 @@ class StepKind:
 
     def follow(self, known: Known) -> None:
         """What was planned with is known from here on; if it has another plan, that is followed."""
-        if (plan := known.plan) is not self.plan:
-            self.plan = plan
+        before, plan, self.known = self.plan, known.plan, known
+        if plan is not before:
             self.plans += plan is not None
             self.measured, self.holding = Measured(), None
             self.needs_operators = plan is None or any(
                 one.action is RECOMPUTE for one in plan.storages
             )
-        self.known = known
 
     def learn_again(self) -> None:
         """From the next iteration on, which is timed."""
