@@ -84,7 +84,7 @@ class PythonHost final : public EngineHost {
     return chosen.cast<std::optional<Action>>();
   }
   TransfersPtr open(Engine& engine, c10::Device device) override {
-    return of(engine).attr("open")(device).cast<TransfersPtr>();
+    return of(engine).attr("transfers")(device).cast<TransfersPtr>();
   }
   void begin_iteration(Engine& engine) override { of(engine).attr("begin_iteration")(); }
   void open_recipes(Engine& engine) override { of(engine).attr("open_recipes")(); }

@@ -25,7 +25,7 @@ inline constexpr std::tuple kMembers<ExpectationLimits>{
 
 namespace {
 
-// The object of Python's that opens lanes and pools. It owns the transfers, and is not kept alive.
+// The object of Python's, whose class is derived from the native one, opens lanes and pools.
 class PythonOpener final : public Transfers::Opener {
  public:
   explicit PythonOpener(const py::object& opener) : opener_(opener) {}

@@ -208,7 +208,7 @@ class StateMover:
         """The tensors are about to come and go once more."""
         self.kept = {}
         for transfers in self._transfers.all():
-            transfers.native.learn()
+            transfers.learn()
             transfers.expectations.begin_iteration()
             transfers.check_decodes()
             if failure := transfers.take_failure():
@@ -325,7 +325,7 @@ class StateMover:
             transfers.use(pool, lane_to(pool, transfers.device))
         reason = ""
         for form in FORMS[action]:
-            sent = transfers.native.send(form, storage, (name, 0, storage.nbytes, dtype))
+            sent = transfers.send(form, storage, (name, 0, storage.nbytes, dtype))
             if not isinstance(sent, native.Refused):
                 return sent
             reason = sent.reason

@@ -346,7 +346,7 @@ def test_many_steps_leave_nothing_behind(device, new_pool, policy) -> None:
     (sent_by,) = engine._engine._transfers.all()
     assert_nothing_left(engine.stats())
     assert pool.statistics().blocks == 0
-    assert not sent_by.native.awaited_reports, "a report is waited for that will never come"
+    assert not sent_by.awaited_reports, "a report is waited for that will never come"
     assert len(sent_by.expectations) == 4
     if device.type != "cpu":
         assert sent_by.codec_lane.arena_statistics()["live_shares"] == 0

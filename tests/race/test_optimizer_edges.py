@@ -161,7 +161,7 @@ def sent_before_the_step() -> Any:
         for tensor in stream._stepped(number):
             if tensor.numel() > 1 and away_of(tensor) is None:
                 counter.own += 1
-                sent_by = stream._mover._transfers.to(tensor.device).native
+                sent_by = stream._mover._transfers.to(tensor.device)
                 key = ("early", 0, tensor.nbytes, tensor.dtype)
                 sent = sent_by.send(native.Form.BLOCK, native.StorageRef(tensor), key)
                 early[tensor.data_ptr()] = sent

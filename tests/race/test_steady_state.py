@@ -117,7 +117,7 @@ def test_a_step_that_encodes_synchronises_nothing_and_gives_everything_back(
     (sent_by,) = training.swap._engine._transfers.all()
     arena = sent_by.codec_lane.arena_statistics()
     assert arena["live_shares"] == 0, "a frame's share of the arena was not given back"
-    assert sent_by.native.awaited_reports <= 1000, "reports are waited for without end"
+    assert sent_by.awaited_reports <= 1000, "reports are waited for without end"
 
 
 @pytest.mark.one_schedule

@@ -135,7 +135,7 @@ def test_a_storage_goes_into_a_block_and_comes_back(of_python, monkeypatch):
 
 def test_what_is_sent_is_a_storage_and_what_has_no_room_says_so():
     engine = new_engine()
-    sent_by = engine.transfers(CPU).native
+    sent_by = engine.transfers(CPU)
     key = ("unit", 0, 100, torch.uint8)
     for wrong in (torch.ones(3), None):
         with pytest.raises(TypeError, match="incompatible function arguments"):

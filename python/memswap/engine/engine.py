@@ -175,10 +175,6 @@ class Engine(native.Engine):
             raise RuntimeError(f"an engine of {self.schedule} has no windows; expected WINDOWS")
         return self.windows
 
-    def transfers(self, device: torch.device) -> Transfers | None:
-        """What storages of a device leave by; None where they stay."""
-        return self._transfers.to(device)
-
     def stats(self) -> Stats:
         with self.lock:
             self.departing.notice_gone()
@@ -244,10 +240,12 @@ class Engine(native.Engine):
         """
         return self.policy.decide(tensor, TensorInfo(unit, nbytes, storage_nbytes))
 
-    def open(self, device: torch.device) -> native.Transfers | None:
-        """What storages of a device leave by, which is seen for the first time; None: they stay."""
-        transfers = self._transfers.to(device)
-        return None if transfers is None else transfers.native
+    def transfers(self, device: torch.device) -> Transfers | None:
+        """What storages of a device leave by, opened when it is first asked for; None: they stay.
+
+        Native code asks once for each device.
+        """
+        return self._transfers.to(device)
 
     def open_recipes(self) -> None:
         """Hear of operators from the next scope on, if that has not begun yet."""

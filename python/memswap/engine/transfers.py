@@ -1,4 +1,5 @@
-"""Transfers: the lanes, pools and codec of each device, and what sends its storages away."""
+"""Transfers: the lanes, pools and codec of each device. What sends by them is native
+(csrc/engine/transfers.h), and asks for each when it is first needed."""
 
 from __future__ import annotations
 
@@ -120,7 +121,7 @@ def open_lane_to(pool: Pool | None, device: torch.device) -> Lane:
     return open_staged_lane(device) if reaches_files(pool, device) else open_lane(device)
 
 
-class Transfers:
+class Transfers(native.Transfers):
     """How storages leave one device. Lanes and pools are opened when they are first needed.
 
     Args:
@@ -155,11 +156,10 @@ class Transfers:
         self.without_recipe = action_without_recipe(device, pool)
         #: What is expected of frames.
         self.expectations = open_expectations(device)
-        #: The same for the engine: what it sends by. It asks `open_blocks` and `open_frames`.
-        self.native = native.Transfers(
+        super().__init__(
             device,
             self.expectations,
-            self,
+            opener=self,
             action=self.default_action,
             without_recipe=self.without_recipe,
             captures=torch.cuda.is_current_stream_capturing if self.captures else None,
