@@ -69,13 +69,8 @@ struct Encoding {
 };
 
 // Both directions as a Lane has them, with an EncodedStorage in the place of the block.
-class CodecLane {
+class CodecLane : public AnyLane {
  public:
-  CodecLane() = default;
-  CodecLane(const CodecLane&) = delete;
-  CodecLane& operator=(const CodecLane&) = delete;
-  virtual ~CodecLane() = default;
-
   // Encodes the whole storage, after everything that the calling thread has submitted so far. The
   // ticket owns the storage until the encode is ordered before any reuse of its memory; where an
   // encode fails it gives the storage back (a device's cannot fail). Nothing: there is no room, or
@@ -91,12 +86,6 @@ class CodecLane {
   // Allocates a storage on the calling thread's current stream and decodes into it. The caller
   // waits for the ticket before it reads; the ticket keeps the storage alive.
   virtual std::pair<StorageRefPtr, TicketPtr> decode(const EncodedStoragePtr& encoded) = 0;
-
-  // As in Lane.
-  virtual void meet_stream() {}
-  virtual void settle() = 0;
-  virtual size_t leaving_bytes() = 0;
-  virtual void set_max_leaving_bytes(size_t bytes) = 0;
 
   std::string last_refusal() const {
     const std::lock_guard lock(refusal_mutex_);

@@ -4,6 +4,7 @@
 #include <cstddef>
 #include <memory>
 
+#include "lane/lane.h"
 #include "storage/storage.h"
 #include "work/ticket.h"
 
@@ -31,6 +32,8 @@ class AwayForm {
   // Starts bringing the bytes back, into a new storage on the calling thread's current stream. The
   // form stays what it is: it may be asked again. Throws c10::OutOfMemoryError.
   virtual Returning bring() = 0;
+  // The same for a look in passing (Source::look), which leaves whatever the form reads as it is.
+  virtual Returning look() { return bring(); }
 
   // Bytes that it takes now: of the device, and of a pool.
   virtual size_t device_nbytes() const = 0;
@@ -42,11 +45,20 @@ class AwayForm {
   // Whether bytes can be on their way back before they are needed.
   virtual bool works_ahead() const = 0;
 
+  // Whether the device's processors alone bring them back, no link: beside an operator, it is best.
+  virtual bool decodes() const { return false; }
+
   // Whether the storage may be gone before its bytes are in this form for sure.
   virtual bool frees_first() const { return false; }
 
   // Whether the bytes are nowhere meanwhile, and are computed again when they are asked for.
   virtual bool recomputes() const { return false; }
+
+  // How many operators have to run one after another for that.
+  virtual int depth() const { return 0; }
+
+  // The lane that the storage alone was sent by; nullptr: none.
+  virtual AnyLanePtr sent_by() const { return nullptr; }
 
   // What has run out where a send into this form fails: the reason in the statistics (reasons.h).
   virtual const char* short_of() const = 0;

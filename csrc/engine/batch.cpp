@@ -74,9 +74,8 @@ bool send_bucket(Engine& engine, Transfers& by, const std::vector<EntryPtr>& ent
   }
   for (size_t index = 0; index < entries.size(); ++index) {
     Entry& entry = *entries[index];
-    entry.leave(std::move((*parts)[index]));
+    engine.depart(entry, std::move((*parts)[index]));
     entry.storage.reset();  // its ticket holds it now
-    engine.departing.add(&entry);
   }
   return true;
 }
@@ -96,9 +95,8 @@ void send(Engine& engine, const std::vector<EntryPtr>& entries) {
       continue;
     }
     if (order->recipe) {
-      entry->leave(std::move(*order->recipe));
+      engine.depart(*entry, std::move(*order->recipe));
       entry->storage.reset();
-      engine.departing.add(entry.get());
       continue;
     }
     const auto [share, is_new] = shares.try_emplace(order->transfers);

@@ -23,14 +23,12 @@ class BlockForm final : public AwayForm {
   size_t device_nbytes() const override { return 0; }
   size_t pool_nbytes() const override { return block_->nbytes(); }
   bool works_ahead() const override { return true; }
+  AnyLanePtr sent_by() const override { return lane_; }
   const char* short_of() const override { return reasons::kPool; }
 
   // The same into the memory of a storage of the same length that is leaving, as soon as it has
   // left: `departure` is its send. The caller waits for both tickets before it uses the memory.
   TicketPtr bring_into(StorageRefPtr leaving, TicketPtr departure);
-
-  const std::shared_ptr<Lane>& lane() const { return lane_; }
-  const BlockPtr& block() const { return block_; }
 
  private:
   const std::shared_ptr<Lane> lane_;

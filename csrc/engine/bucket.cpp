@@ -36,8 +36,7 @@ class PartTicket final : public Ticket {
 Returning Bucket::bring(size_t offset, size_t nbytes) {
   StorageRefPtr whole = fetched_ ? fetched_->lock() : nullptr;
   if (!whole || given_.contains(offset)) {
-    const WithoutGil without_gil;
-    auto [storage, arrival] = lane_->fetch(block_);
+    auto [storage, arrival] = whole_->bring();
     whole = std::move(storage);
     arrival_ = std::move(arrival);
     fetched_.emplace(*whole);
@@ -59,8 +58,7 @@ std::optional<std::vector<Leaving>> send_together(BlockSender& sender,
   if (!sent) {
     return std::nullopt;
   }
-  const auto& form = static_cast<const BlockForm&>(*sent->away);
-  const auto bucket = std::make_shared<Bucket>(sender.lane(), form.block());
+  const auto bucket = std::make_shared<Bucket>(std::move(sent->away));
   std::vector<Leaving> parts;
   for (size_t i = 0; i < storages.size(); ++i) {
     const size_t nbytes = storages[i]->storage.nbytes();

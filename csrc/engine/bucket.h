@@ -14,19 +14,17 @@
 
 namespace memswap {
 
-// A block with the bytes of several storages. Owned by their away forms.
+// The bytes of several storages, away as one. Owned by their away forms.
 class Bucket {
  public:
-  Bucket(std::shared_ptr<Lane> lane, BlockPtr block)
-      : lane_(std::move(lane)), block_(std::move(block)) {}
+  explicit Bucket(AwayFormPtr whole) : whole_(std::move(whole)) {}
 
   // A part's storage. The first part that is asked for has the whole bucket fetched. Nobody gets
   // memory that a reader has had before: it may have been written to.
   Returning bring(size_t offset, size_t nbytes);
 
  private:
-  const std::shared_ptr<Lane> lane_;
-  const BlockPtr block_;
+  const AwayFormPtr whole_;
   std::optional<WeakStorage> fetched_;
   TicketPtr arrival_;
   std::set<size_t> given_;  // offsets of the parts of what was fetched last

@@ -125,6 +125,8 @@ class Engine : public std::enable_shared_from_this<Engine> {
   // The same, as a frame. False: there was no room.
   bool encode(const EntryPtr& entry, const StorageRefPtr& storage, const LeaveOrder& order,
               Expectation expectation);
+  // An entry's storage is on its way, into whatever form.
+  void depart(Entry& entry, Leaving leaving);
   // A sender has no room for a storage: told once. The reason for the statistics, which is
   // `short_of`.
   const char* refused(const char* short_of, const std::string& why, const Entry& entry);

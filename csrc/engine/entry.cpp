@@ -2,7 +2,6 @@
 
 #include <utility>
 
-#include "block_form.h"
 #include "engine.h"
 #include "iteration.h"
 
@@ -102,15 +101,6 @@ void Entry::leave(Leaving leaving) {
     counters().recipe_bytes += nbytes();
   }
   count_away();
-}
-
-bool Entry::swap(BlockSender& sender, const StorageRefPtr& sent) {
-  std::optional<Leaving> leaving = sender.send(sent);
-  if (!leaving) {
-    return false;
-  }
-  leave(std::move(*leaving));
-  return true;
 }
 
 // A send has failed: its ticket gives the storage back, and the user hears why, once.

@@ -69,8 +69,6 @@ class Entry final : public Known, public std::enable_shared_from_this<Entry> {
 
   // It is being sent.
   void leave(Leaving leaving);
-  // The same, into a block. False: there is no room, and nothing changed.
-  bool swap(BlockSender& sender, const StorageRefPtr& sent);
   // Whether the send has ended. One that failed gives the storage back: nothing is lost.
   bool sent();
   // Notices whether a leaving storage really went away. What was gathered is gone before its bytes

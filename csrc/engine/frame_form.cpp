@@ -15,8 +15,8 @@ void FrameForm::wait_sent() {
   encoded_->wait_sent();
 }
 
-std::optional<Leaving> FrameSender::send(const StorageRefPtr& storage,
-                                         const FrameOptions& options) {
+std::optional<LeavingFrame> FrameSender::send(const StorageRefPtr& storage,
+                                              const FrameOptions& options) {
   const WithoutGil without_gil;
   std::optional<Encoding> encoding =
       pool_ ? lane_->encode_to(storage, options, copies_, pool_) : lane_->encode(storage, options);
@@ -30,8 +30,9 @@ std::optional<Leaving> FrameSender::send(const StorageRefPtr& storage,
       // The entry notices an encode that failed, and has the bytes then.
     }
   }
-  return Leaving{std::make_shared<FrameForm>(lane_, std::move(encoding->encoded), works_ahead_),
-                 std::move(encoding->ticket)};
+  std::shared_ptr<FrameWatch> watch = encoding->encoded->watch();
+  auto form = std::make_shared<FrameForm>(lane_, std::move(encoding->encoded), works_ahead_);
+  return LeavingFrame{{std::move(form), std::move(encoding->ticket)}, std::move(watch)};
 }
 
 }  // namespace memswap

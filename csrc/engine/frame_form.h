@@ -23,21 +23,24 @@ class FrameForm final : public AwayForm {
   Returning bring() override;
   // Until the encoder has reported, that includes what is set aside for the frame's overflow.
   size_t device_nbytes() const override { return encoded_->device_nbytes(); }
-  size_t pool_nbytes() const override { return swapped() ? encoded_->nbytes() : 0; }
+  size_t pool_nbytes() const override { return encoded_->swapped() ? encoded_->nbytes() : 0; }
   size_t returning_nbytes() const override { return pool_nbytes(); }
   bool works_ahead() const override { return works_ahead_; }
+  bool decodes() const override { return !encoded_->swapped(); }
+  AnyLanePtr sent_by() const override { return lane_; }
   const char* short_of() const override { return reasons::kCodecRoom; }
   void wait_sent() override;
-
-  // Whether the frame is in a pool, or on its way there.
-  bool swapped() const { return encoded_->swapped(); }
-  const std::shared_ptr<CodecLane>& lane() const { return lane_; }
-  std::shared_ptr<FrameWatch> watch() const { return encoded_->watch(); }
 
  private:
   const std::shared_ptr<CodecLane> lane_;
   const EncodedStoragePtr encoded_;
   const bool works_ahead_;
+};
+
+// A storage that leaves as a frame, and what its encoder finds out.
+struct LeavingFrame {
+  Leaving leaving;
+  std::shared_ptr<FrameWatch> watch;
 };
 
 // Encodes storages by one codec lane, and where there is a pool, copies the frames there.
@@ -55,7 +58,7 @@ class FrameSender {
         pool_(std::move(pool)) {}
 
   // Starts encoding a storage. Nothing: there is no room, and nothing was started.
-  std::optional<Leaving> send(const StorageRefPtr& storage, const FrameOptions& options);
+  std::optional<LeavingFrame> send(const StorageRefPtr& storage, const FrameOptions& options);
 
   const std::shared_ptr<CodecLane>& lane() const { return lane_; }
   bool works_ahead() const { return works_ahead_; }

@@ -55,6 +55,11 @@ const char* Engine::send(const EntryPtr& entry, const StorageRefPtr& storage,
   return order.form == Form::kFrame ? reason : send_raw(entry, storage, by);
 }
 
+void Engine::depart(Entry& entry, Leaving leaving) {
+  entry.leave(std::move(leaving));
+  departing.add(&entry);
+}
+
 bool Engine::encode(const EntryPtr& entry, const StorageRefPtr& storage, const LeaveOrder& order,
                     Expectation expectation) {
   std::optional<Leaving> leaving =
@@ -62,8 +67,7 @@ bool Engine::encode(const EntryPtr& entry, const StorageRefPtr& storage, const L
   if (!leaving) {
     return false;
   }
-  entry->leave(std::move(*leaving));
-  departing.add(entry.get());
+  depart(*entry, std::move(*leaving));
   return true;
 }
 

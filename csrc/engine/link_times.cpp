@@ -2,7 +2,6 @@
 
 #include <memory>
 
-#include "block_form.h"
 #include "iteration.h"
 #include "lane/stream_lane.h"
 
@@ -10,10 +9,10 @@ namespace memswap {
 
 namespace {
 
-// The stream lane that copies an entry's raw bytes; nullptr where its away form is another one.
+// The stream lane that copies an entry's raw bytes; nullptr: none does.
 std::shared_ptr<StreamLane> copying_lane(const Entry& entry) {
-  const auto block = std::dynamic_pointer_cast<BlockForm>(entry.away());
-  return block ? std::dynamic_pointer_cast<StreamLane>(block->lane()) : nullptr;
+  const AwayFormPtr& away = entry.away();
+  return away ? std::dynamic_pointer_cast<StreamLane>(away->sent_by()) : nullptr;
 }
 
 }  // namespace

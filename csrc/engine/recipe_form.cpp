@@ -123,9 +123,6 @@ Returning RecipeForm::run(bool in_passing) {
   return back;
 }
 
-Returning RecipeForm::bring() { return bring(false); }
-Returning RecipeForm::look() { return bring(true); }
-
 Returning RecipeForm::bring(bool in_passing) {
   if (ready_.storage) {
     return std::exchange(ready_, {});

@@ -41,15 +41,15 @@ class RecipeForm final : public AwayForm,
   // Has `log` tell it of edits of what it reads.
   void listen(OperatorLog& log);
 
-  Returning bring() override;
-  // The same in passing (Source::look).
-  Returning look();
+  Returning bring() override { return bring(false); }
+  Returning look() override { return bring(true); }
   size_t device_nbytes() const override;
   size_t pool_nbytes() const override { return 0; }
   size_t returning_nbytes() const override { return 0; }
   // Its sources may themselves be away: nothing is gained by asking for them early.
   bool works_ahead() const override { return false; }
   bool recomputes() const override { return true; }
+  int depth() const override { return step_->depth; }
   const char* short_of() const override { return reasons::kNoRecipe; }
 
   void before_edit() noexcept override;

@@ -21,8 +21,7 @@ StorageRefPtr looked_at(Entry& entry) {
     throw TransferError("a tensor that a recipe reads is not there");
   }
   const AwayFormPtr away = entry.away();
-  const auto recipe = std::dynamic_pointer_cast<RecipeForm>(away);
-  Returning back = recipe ? recipe->look() : away->bring();
+  Returning back = away->look();
   if (back.arrival) {
     back.arrival->wait();
   }
@@ -168,8 +167,7 @@ int EngineRecipeHost::depth(const KnownTensor& tensor) {
   const EntryPtr entry = moved_entry(known_in(*engine(), tensor.view));
   const bool waits = entry && entry->order && entry->order->recipe;
   const AwayFormPtr away = waits ? entry->order->recipe->away : entry ? entry->away() : nullptr;
-  const auto form = std::dynamic_pointer_cast<RecipeForm>(away);
-  return form ? form->step().depth : 0;
+  return away ? away->depth() : 0;
 }
 
 std::optional<size_t> EngineRecipeHost::index_of(const KnownTensor& tensor) {

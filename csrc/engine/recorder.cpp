@@ -2,9 +2,7 @@
 
 #include <algorithm>
 
-#include "block_form.h"
 #include "engine.h"
-#include "frame_form.h"
 
 namespace memswap {
 
@@ -273,19 +271,14 @@ std::unordered_set<size_t> Recorder::owned_by_sends() {
 
 // By which lane a storage is sent.
 void Recorder::note_lane(const Entry& entry) {
-  if (const auto* const block = dynamic_cast<const BlockForm*>(entry.away().get())) {
-    lanes_.insert(block->lane());
-  } else if (const auto* const frame = dynamic_cast<const FrameForm*>(entry.away().get())) {
-    codec_lanes_.insert(frame->lane());
+  if (AnyLanePtr lane = entry.away() ? entry.away()->sent_by() : nullptr) {
+    lanes_.insert(std::move(lane));
   }
 }
 
 int64_t Recorder::leaving_bytes() const {
   size_t nbytes = 0;
   for (const auto& lane : lanes_) {
-    nbytes += lane->leaving_bytes();
-  }
-  for (const auto& lane : codec_lanes_) {
     nbytes += lane->leaving_bytes();
   }
   return static_cast<int64_t>(nbytes);
@@ -300,7 +293,6 @@ void Recorder::close() {
   closed_ = true;
   end_ = now();
   lanes_.clear();  // whoever reads the record holds no lane
-  codec_lanes_.clear();
 }
 
 void Recorder::wait() const {

@@ -28,7 +28,6 @@
 #include <vector>
 
 #include "clock.h"
-#include "codec/codec_lane.h"
 #include "entry.h"
 #include "iteration_record.h"
 #include "lane/lane.h"
@@ -141,11 +140,10 @@ class Recorder {
   IterationRecord columns_;  // that are known when a mark is made
   std::unordered_map<std::string, size_t> unit_numbers_;
   std::vector<Seen> seen_;
-  std::vector<size_t> held_;    // those that the forward may still hold
-  std::vector<size_t> sent_;    // and those whose sends may be under way
-  std::vector<size_t> served_;  // those that were demanded and are still the graph's
-  std::unordered_set<std::shared_ptr<Lane>> lanes_;  // that sends went by
-  std::unordered_set<std::shared_ptr<CodecLane>> codec_lanes_;
+  std::vector<size_t> held_;              // those that the forward may still hold
+  std::vector<size_t> sent_;              // and those whose sends may be under way
+  std::vector<size_t> served_;            // those that were demanded and are still the graph's
+  std::unordered_set<AnyLanePtr> lanes_;  // that sends went by
   std::vector<std::pair<MomentPtr, MomentPtr>> moments_;  // begin and end of each mark
   bool chose_ = false;                                    // for a storage that is being saved
   std::vector<Asked> asked_;                              // and not served yet

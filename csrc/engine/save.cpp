@@ -291,8 +291,8 @@ void Engine::note_save(const Entry& entry, bool stays) {
   int64_t frame_nbytes = 0;
   if (stays) {
     frame_nbytes = *iteration->frame_held_at_peak(entry.index);
-  } else if (const auto frame = std::dynamic_pointer_cast<FrameForm>(entry.away())) {
-    frame_nbytes = static_cast<int64_t>(frame->device_nbytes());
+  } else if (const AwayFormPtr& away = entry.away()) {
+    frame_nbytes = static_cast<int64_t>(away->device_nbytes());
   }
   iteration->at_peak.saved(entry.index, entry.nbytes(), frame_nbytes, stays,
                            ledger.counters.most_lately());
@@ -338,8 +338,7 @@ bool Engine::becomes_recipe(const EntryPtr& entry, const Offer& offer, bool leav
     return true;
   }
   if (answer.leaving) {
-    entry->leave(std::move(*answer.leaving));
-    departing.add(entry.get());
+    depart(*entry, std::move(*answer.leaving));
     return true;
   }
   entry->trial = std::move(answer.trial);
@@ -355,10 +354,11 @@ bool Engine::becomes_recipe(const EntryPtr& entry, const Offer& offer, bool leav
 
 const char* Engine::send_raw(const EntryPtr& entry, const StorageRefPtr& storage, Transfers& by) {
   BlockSender& sender = *by.blocks();
-  if (!entry->swap(sender, storage)) {
+  std::optional<Leaving> leaving = sender.send(storage);
+  if (!leaving) {
     return refused(reasons::kPool, sender.why_refused(), *entry);
   }
-  departing.add(entry.get());
+  depart(*entry, std::move(*leaving));
   return nullptr;
 }
 

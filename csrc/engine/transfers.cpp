@@ -51,19 +51,19 @@ std::variant<Leaving, Refused> Transfers::send(Form form, const StorageRefPtr& s
 std::optional<Leaving> Transfers::encode(Form form, const StorageRefPtr& storage,
                                          Expectation expectation, std::weak_ptr<Entry> entry) {
   FrameSender& sender = *frames(form);
-  std::optional<Leaving> leaving = sender.send(storage, expectation.options);
-  if (!leaving && expectation.trial) {
+  std::optional<LeavingFrame> frame = sender.send(storage, expectation.options);
+  if (!frame && expectation.trial) {
     expectation = expectations->settled(expectation);
-    leaving = sender.send(storage, expectation.options);
+    frame = sender.send(storage, expectation.options);
   }
-  if (leaving) {
-    std::shared_ptr<FrameWatch> watch = static_cast<const FrameForm&>(*leaving->away).watch();
-    // Where nothing works ahead an encode has ended, unless it failed.
-    if (sender.works_ahead() || reported(*watch)) {
-      awaited_.push_back({std::move(expectation), std::move(watch), std::move(entry)});
-    }
+  if (!frame) {
+    return std::nullopt;
   }
-  return leaving;
+  // Where nothing works ahead an encode has ended, unless it failed.
+  if (sender.works_ahead() || reported(*frame->watch)) {
+    awaited_.push_back({std::move(expectation), std::move(frame->watch), std::move(entry)});
+  }
+  return std::move(frame->leaving);
 }
 
 std::optional<Transfers::Encoded> Transfers::take_report() {

@@ -7,7 +7,6 @@
 
 #include "codec/stream_codec_lane.h"
 #include "engine.h"
-#include "frame_form.h"
 #include "iteration.h"
 #include "reasons.h"
 
@@ -20,17 +19,6 @@ constexpr double kFirstGain = 1.0 / 3;
 
 c10::Stream current_stream(c10::Device device) {
   return c10::impl::VirtualGuardImpl(device.type()).getStream(device);
-}
-
-// The lane of a frame that stands on the device, and nullptr for any other form.
-CodecLane* lane_of(const AwayFormPtr& away) {
-  const auto* const frame = dynamic_cast<const FrameForm*>(away.get());
-  return frame == nullptr ? nullptr : frame->lane().get();
-}
-
-bool on_device(const AwayFormPtr& away) {
-  const auto* const frame = dynamic_cast<const FrameForm*>(away.get());
-  return frame != nullptr && !frame->swapped();
 }
 
 }  // namespace
@@ -93,7 +81,7 @@ void Windows::look_ahead(const IterationPtr& iteration, size_t index) {
     prefetch_bytes = iteration->least_prefetch_bytes();  // a plan asks for little ahead
     std::vector<EntryPtr> copied;
     std::erase_if(wanted, [&](const EntryPtr& one) {
-      if (on_device(one->away())) {
+      if (one->away() && one->away()->decodes()) {
         return false;
       }
       copied.push_back(one);
@@ -131,7 +119,7 @@ TicketPtr Windows::start(const PendingEncode& pending) {
   StorageRefPtr storage = std::exchange(entry->storage, nullptr);
   const char* reason = nullptr;
   if (engine_.encode(entry, storage, order, pending.expectation)) {
-    notice(*sender->lane(), entry->nbytes(), true);
+    notice(entry->away()->sent_by(), entry->nbytes(), true);
   } else {
     const bool planned = pending.expectation.most_bytes.has_value();
     if (planned) {
@@ -158,8 +146,8 @@ bool Windows::fetch(const EntryPtr& entry) {
   } catch (const c10::OutOfMemoryError&) {
     return false;  // the demand itself will ask again, when there may be room
   }
-  if (CodecLane* const lane = fetched ? lane_of(entry->away()) : nullptr) {
-    notice(*lane, entry->nbytes(), false);
+  if (fetched) {
+    notice(entry->away()->sent_by(), entry->nbytes(), false);
   }
   return fetched;
 }
@@ -175,8 +163,8 @@ bool Windows::on_stream(const c10::Stream& stream) {
   return is_it && !(captures && stream.device().is_cuda() && captures());
 }
 
-void Windows::notice(CodecLane& lane, int64_t nbytes, bool encoded) {
-  const auto* const streams = dynamic_cast<const StreamCodecLane*>(&lane);
+void Windows::notice(const AnyLanePtr& lane, int64_t nbytes, bool encoded) {
+  const auto* const streams = dynamic_cast<const StreamCodecLane*>(lane.get());
   if (streams != nullptr) {
     durations.submitted(encoded ? streams->encode_stream() : streams->decode_stream(), nbytes,
                         encoded);

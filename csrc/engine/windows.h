@@ -57,7 +57,7 @@ class Windows final : private WindowQueue::Work {
   TicketPtr start(const PendingEncode& pending) override;
   bool fetch(const EntryPtr& entry) override;
   bool on_stream(const c10::Stream& stream) override;
-  void notice(CodecLane& lane, int64_t nbytes, bool encoded);
+  void notice(const AnyLanePtr& lane, int64_t nbytes, bool encoded);
 
   Engine& engine_;
   std::unordered_map<std::thread::id, int> depths_;  // of the explicit windows that threads are in

@@ -3,6 +3,7 @@
 
 #include <cstddef>
 #include <limits>
+#include <memory>
 #include <mutex>
 #include <unordered_map>
 #include <utility>
@@ -29,19 +30,39 @@ struct ByteRange {
 
 using Tickets = std::vector<TicketPtr>;
 
+// What lanes have in common, whether storages are copied there (Lane) or encoded (CodecLane).
+class AnyLane {
+ public:
+  AnyLane() = default;
+  AnyLane(const AnyLane&) = delete;
+  AnyLane& operator=(const AnyLane&) = delete;
+  virtual ~AnyLane() = default;
+
+  // For storages that are sent later, perhaps while another stream is current: what is current now
+  // is a compute stream as well, and memory may belong to it.
+  virtual void meet_stream() {}
+
+  // Makes the calling thread's current stream wait for every send still under way, and lets go of
+  // the storages that they own.
+  virtual void settle() = 0;
+
+  // Bytes of storages that sends still own. A storage counts once, and as a whole, however many
+  // sends take parts of it.
+  virtual size_t leaving_bytes() = 0;
+
+  // Bounds leaving_bytes(): a send beyond it first waits for the oldest. 0: no bound.
+  virtual void set_max_leaving_bytes(size_t bytes) = 0;
+};
+using AnyLanePtr = std::shared_ptr<AnyLane>;
+
 // Every transfer comes after what the calling thread has submitted so far, after the recorded uses
 // of its block, and after the tickets in `after`, which may be any lane's. It is not ordered with
 // transfers of the same bytes of a storage that nobody has waited for: name those in `after`.
 //
 // Throws std::invalid_argument for arguments that do not fit together, and TransferError where the
 // calling thread itself has to wait for a ticket in `after`, and its work failed.
-class Lane {
+class Lane : public AnyLane {
  public:
-  Lane() = default;
-  Lane(const Lane&) = delete;
-  Lane& operator=(const Lane&) = delete;
-  virtual ~Lane() = default;
-
   // Copies a range of the storage into the block, which is exactly as long. The ticket owns the
   // whole storage until the copy is ordered before any reuse of its memory.
   virtual TicketPtr send(StorageRefPtr storage, BlockPtr block, ByteRange range = {},
@@ -62,21 +83,6 @@ class Lane {
       const std::vector<StorageRefPtr>& storages) {
     return memswap::gather(storages);
   }
-
-  // For storages that are sent later, perhaps while another stream is current: what is current now
-  // is a compute stream as well, and memory may belong to it.
-  virtual void meet_stream() {}
-
-  // Makes the calling thread's current stream wait for every send still under way, and lets go of
-  // the storages that they own.
-  virtual void settle() = 0;
-
-  // Bytes of storages that sends still own. A storage counts once, and as a whole, however many
-  // sends take parts of it.
-  virtual size_t leaving_bytes() = 0;
-
-  // Bounds leaving_bytes(): a send beyond it first waits for the oldest. 0: no bound.
-  virtual void set_max_leaving_bytes(size_t bytes) = 0;
 };
 
 // A lane that moves bytes itself: what it is asked for is checked here, once for every kind.

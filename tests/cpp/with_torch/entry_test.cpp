@@ -71,7 +71,7 @@ class Entries : public ::testing::Test {
   }
   EntryPtr sent(const at::Tensor& tensor, BlockSender& by, bool wait = true) {
     EntryPtr entry = entry_of(tensor);
-    EXPECT_TRUE(entry->swap(by, storage_of(tensor)));
+    entry->leave(by.send(storage_of(tensor)).value());
     if (wait) {
       entry->departure()->wait();
     }
@@ -197,7 +197,7 @@ TEST_F(Entries, ASenderWithoutRoomChangesNothing) {
       std::make_shared<WorkerLane>(0, kPoolBytes),
       std::make_shared<Pool>(std::make_shared<BudgetedSlabs>(std::make_shared<OrdinarySlabs>(), 0),
                              PoolOptions{.slab_bytes = kPoolBytes, .alignment = 512}));
-  EXPECT_FALSE(entry->swap(full, storage_of(tensor)));
+  EXPECT_FALSE(full.send(storage_of(tensor)));
   EXPECT_EQ(entry->state(), State::kResident);
   EXPECT_EQ(entry->away(), nullptr);
   EXPECT_EQ(ledger.counters.moved_storages, 0);

@@ -92,9 +92,8 @@ class Records : public ::testing::Test {
     }
     StorageRefPtr storage;
     const EntryPtr entry = engine->make_entry(tensor, view, storage);
-    EXPECT_TRUE(entry->swap(*sender, storage));
+    engine->depart(*entry, sender->send(storage).value());
     storage.reset();  // its ticket's share is the last one
-    engine->departing.add(entry.get());
     ++entry->handles;
     engine->saved(entry);
     return entry;
