@@ -9,7 +9,7 @@
 #include <exception>
 #include <utility>
 
-#include "lane/stream_transfer.h"
+#include "lane/stream_lane.h"
 #include "memswap/frame.h"
 #include "storage/storage.h"
 #include "work/without_gil.h"

@@ -8,7 +8,7 @@
 #include <mutex>
 
 #include "lane/device_streams.h"
-#include "lane/stream_transfer.h"
+#include "lane/stream_lane.h"
 #include "pool/pool.h"
 
 namespace memswap {

@@ -14,7 +14,6 @@
 #include "codec_lane.h"
 #include "decode_status.h"
 #include "lane/stream_lane.h"
-#include "lane/stream_transfer.h"
 
 namespace memswap {
 

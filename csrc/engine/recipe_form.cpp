@@ -7,7 +7,7 @@
 
 #include <utility>
 
-#include "lane/stream_ticket.h"
+#include "lane/device_streams.h"
 #include "work/without_gil.h"
 
 namespace memswap {

@@ -6,7 +6,6 @@
 #include <utility>
 
 #include "gather.h"
-#include "stream_ticket.h"
 
 namespace memswap {
 namespace {

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "lane.h"
+#include "work/ticket.h"
 
 namespace memswap {
 
@@ -73,6 +74,15 @@ class DeviceStreams {
   std::atomic<bool> several_compute_{false};  // another than the default was met
   std::mutex mutex_;
   std::vector<c10::Event> idle_events_;
+};
+
+// The completion of work on a stream. Other streams can come after it without the host waiting for
+// anything.
+class StreamTicket : public Ticket {
+ public:
+  // What is submitted to `stream` from now on comes after the work. A stream of another kind of
+  // device cannot wait for it: then the calling thread blocks.
+  virtual void order_before(c10::Stream stream) = 0;
 };
 
 // `stream` comes after the work behind these tickets; the host waits for those that are no

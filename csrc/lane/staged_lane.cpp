@@ -8,7 +8,7 @@
 #include <string>
 #include <utility>
 
-#include "stream_ticket.h"
+#include "device_streams.h"
 #include "work/without_gil.h"
 
 namespace memswap {

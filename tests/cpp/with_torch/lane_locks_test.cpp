@@ -1,4 +1,4 @@
-// [Note: No lock while holding the GIL] in csrc/lane/stream_transfer.h, on a backend that needs the
+// [Note: No lock while holding the GIL] in csrc/lane/stream_lane.h, on a backend that needs the
 // GIL in every event call.
 #include <gtest/gtest.h>
 
@@ -12,8 +12,8 @@
 #include <vector>
 
 #include "fake_device.h"
+#include "lane/device_streams.h"
 #include "lane/stream_lane.h"
-#include "lane/stream_ticket.h"
 #include "storage/storage.h"
 
 namespace memswap {
