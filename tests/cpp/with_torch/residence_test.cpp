@@ -1,5 +1,5 @@
 // One storage on the books: which steps are legal, and what each of them counts.
-#include "engine/residence.h"
+#include "engine/entry.h"
 
 #include <gtest/gtest.h>
 
