@@ -226,8 +226,8 @@ bool may_be_filled_yet(PyObject* tensor, const SavedView& view) {
 
 // The handle of a plain tensor. The lock is held.
 py::object save(Scope& scope, PyObject* tensor, SavedView&& view) {
-  Saved saved = scope.save(THPVariable_Unpack(tensor), view, scope.batch_or_null());
-  if (saved.as == Saved::As::kKept) {
+  SaveResult saved = scope.save(THPVariable_Unpack(tensor), view, scope.batch_or_null());
+  if (!saved.moves) {
     return kept_handle(tensor, std::move(saved.known), scope.owner.ptr());
   }
   auto entry = std::static_pointer_cast<Entry>(std::move(saved.known));

@@ -48,7 +48,8 @@ Engine::Engine(std::optional<int64_t> prefetch_bytes, Schedule schedule)
 
 Engine::~Engine() = default;
 
-// What comes next is brought back, as far as there is memory: the demand itself will ask again.
+// Brings back the storages that backward demands next, as far as there is memory: their own demands
+// will ask again.
 void Engine::look_ahead(const EntryPtr& entry) {
   const IterationPtr of = entry->iteration;
   if (windows) {
@@ -71,7 +72,10 @@ StorageRefPtr Engine::demand(const EntryPtr& entry) {
   {
     const Locked locked(lock);
     learn();
-    is_directed = demanding(entry);
+    is_directed = directed && entry->iteration;
+    if (is_directed) {
+      before_demand(entry);
+    }
     storage = entry->bring();
     arrival = entry->arrival();
     if (entry->iteration) {
@@ -89,7 +93,7 @@ StorageRefPtr Engine::demand(const EntryPtr& entry) {
   }
   tell_trial(*entry);
   if (is_directed) {
-    served(entry);
+    after_demand(entry);
   }
   return storage;
 }
@@ -101,7 +105,10 @@ void Engine::demand_kept(const EntryPtr& entry) {
     if (!entry->iteration) {
       return;
     }
-    is_directed = demanding(entry);
+    is_directed = directed;
+    if (is_directed) {
+      before_demand(entry);
+    }
     // What stayed alive although it had left: if only handles hold it, next time it is freed.
     Iteration& of = *entry->iteration;
     if (of.held.contains(entry->index) && !of.order().was_demanded(entry->index) &&
@@ -112,7 +119,7 @@ void Engine::demand_kept(const EntryPtr& entry) {
   }
   tell_trial(*entry);
   if (is_directed) {
-    served(entry);
+    after_demand(entry);
   }
 }
 

@@ -79,14 +79,10 @@ struct Offer {
   bool for_recipe = false;  // a recipe saves it, and not autograd
 };
 
-// What became of a tensor.
-struct Saved {
-  enum class As : uint8_t {
-    kKept,   // it stays; `known` stands for its storage, or nobody does
-    kMoved,  // its storage leaves, or has left; `known` is its entry
-  };
-  As as = As::kKept;
-  KnownPtr known;
+// What became of a tensor that was saved.
+struct SaveResult {
+  bool moves = false;  // its storage leaves, or has left; false: the tensor stays
+  KnownPtr known;  // the entry of what leaves; of what stays, who stands for its storage, or nobody
 };
 
 // Whether the calling thread runs a backward, and its number; -1: none.
@@ -105,11 +101,11 @@ class Engine : public std::enable_shared_from_this<Engine> {
   // --- save (save.cpp). The caller holds the lock, and the GIL where there is Python. ---
 
   // A plain tensor is saved.
-  Saved save(const Offer& offer);
+  SaveResult save(const Offer& offer);
   // A tensor stays, and nothing is known of its storage.
-  Saved keep(const SavedView& view, std::string_view reason);
+  SaveResult keep(const SavedView& view, std::string_view reason);
   // A tensor stays for good, and its storage is known: once, however often it is saved.
-  Saved stay(const SavedView& view, std::string_view reason);
+  SaveResult stay(const SavedView& view, std::string_view reason);
   // The entry of what the iteration admitted last.
   EntryPtr make_entry(const at::Tensor& tensor, const SavedView& view, StorageRefPtr& storage);
 
@@ -148,25 +144,25 @@ class Engine : public std::enable_shared_from_this<Engine> {
 
   // --- under a plan (follow_plan.cpp) ---
 
-  // What follows the save of an entry: what has to be gone by then is waited for, and who takes the
-  // iteration down hears of it.
-  void saved(const EntryPtr& entry);
-  // What comes next comes after a storage of an iteration has left, if it is leaving or waits to.
+  // An entry was saved: the plan's storages that have to be gone by now are waited for, and the
+  // iteration's recorder hears of it.
+  void after_save(const EntryPtr& entry);
+  // Orders the caller behind the send of an iteration's storage, if it is leaving or waits to.
   void release(Iteration& of, size_t index);
-  // The same, and after its frame's way to a pool: for who needs the room.
+  // The same, and behind its frame's way to a pool: for a caller who needs the room.
   void make_room(Iteration& of, size_t index);
-  // Notices what was released, was still held then, and is gone by now.
+  // Notices which storages are gone by now that were released while somebody still held them.
   static void look_at_released(Iteration& of);
-  // Bytes on the device at this moment of the plan, and so many more.
+  // Bytes are on the device at this moment of the plan, and so many more.
   void note_peak(Iteration& of, int64_t more_bytes = 0) const;
 
   // --- what is there beside entries, and beside operators (follow_plan.cpp) ---
 
   // A recomputed unit has saved a storage again, in backward.
   void count_recomputed(const StorageRef& storage);
-  // Takes off the books what is gone of that; all of it, where nothing is in flight.
+  // Takes such storages off the books that are gone; all of them, where nothing is in flight.
   void sweep_recomputed(bool in_flight);
-  // So many bytes are there of what a recipe makes again, whose result its entry does not have yet.
+  // A recipe that runs has made so many bytes, which its entry does not have yet.
   void count_made(int64_t nbytes);
   // An operator of so many seconds is about to be launched; codec work may run beside it.
   void note_window(double seconds) const;
@@ -191,29 +187,29 @@ class Engine : public std::enable_shared_from_this<Engine> {
   std::unique_ptr<EngineHost> host;  // nullptr: nothing may be saved that the ledger does not know
 
  private:
-  // What was found of a storage's recipe, which is asked for once; nullptr: it was not.
-  using AskedRecipe = std::shared_ptr<RecipeAnswer>;
+  // What was found of a storage's recipe, which is looked for once; nullptr: nobody has looked yet.
+  using FoundRecipe = std::shared_ptr<RecipeAnswer>;
   // As the plan of the current iteration says, where it expects just this storage. Nothing: it does
-  // not, and nothing has happened, but that its recipe may have been asked for.
-  std::optional<Saved> follow_plan(const Offer& offer, AskedRecipe& asked);
-  Saved look_up(const Offer& offer, const AskedRecipe& asked);
-  Saved save_again(const Offer& offer, const KnownPtr& known);
-  Saved decide(const Offer& offer, AskedRecipe asked);
+  // not, and nothing has happened, but that its recipe may have been looked for.
+  std::optional<SaveResult> follow_plan(const Offer& offer, FoundRecipe& recipe);
+  SaveResult look_up(const Offer& offer, const FoundRecipe& recipe);
+  SaveResult save_again(const Offer& offer, const KnownPtr& known);
+  SaveResult decide(const Offer& offer, FoundRecipe recipe);
   // A new entry, which leaves unless the plan or the timeline has a reason why it stays.
   struct Decision {
     Action action;
     bool directed = false;  // by a plan, or by whoever makes one
     bool learns = false;    // its recipe is tried, or told, whatever is done with it
-    AskedRecipe asked = nullptr;
+    FoundRecipe recipe = nullptr;
   };
-  Saved admit(const Offer& offer, const TransfersPtr& by, Decision decision);
+  SaveResult admit(const Offer& offer, const TransfersPtr& by, Decision decision);
   const char* send_as(Action action, const Offer& offer, const TransfersPtr& by,
                       const EntryPtr& entry, const StorageRefPtr& storage);
   void note_save(const Entry& entry, bool stays);
   const TransfersPtr& transfers_from(c10::Device device);
   Action default_action(const Transfers& by);
-  AskedRecipe recipe_of(const Offer& offer, double most_extra, bool leaves);
-  bool becomes_recipe(const EntryPtr& entry, const Offer& offer, bool leaves, AskedRecipe asked);
+  FoundRecipe recipe_of(const Offer& offer, double most_extra, bool leaves);
+  bool becomes_recipe(const EntryPtr& entry, const Offer& offer, bool leaves, FoundRecipe recipe);
   bool refilled(const KnownPtr& known, const SavedView& view) const;
   // Whether frames were short of room in an earlier iteration as well.
   bool short_again(const IterationPtr& shortage);
@@ -223,8 +219,9 @@ class Engine : public std::enable_shared_from_this<Engine> {
     return windows != nullptr && sender.works_ahead();
   }
   void look_ahead(const EntryPtr& entry);
-  bool demanding(const EntryPtr& entry);
-  void served(const EntryPtr& entry);
+  // Around a demand, where somebody directs. The second takes the lock.
+  void before_demand(const EntryPtr& entry);
+  void after_demand(const EntryPtr& entry);
 
   std::optional<std::weak_ptr<Iteration>> first_short_;  // where room for frames first ran out
   // Of each device that was seen, at the same place for good; nullptr: its storages stay.
@@ -239,7 +236,7 @@ struct HookScope {
   // The caller of what follows holds the engine's lock, and the GIL where there is Python.
 
   // A plain tensor is saved. `batch`: of a group, that saves here, or nullptr.
-  Saved save(const at::Tensor& tensor, const SavedView& view, Batch* batch = nullptr);
+  SaveResult save(const at::Tensor& tensor, const SavedView& view, Batch* batch = nullptr);
 
   // Whether a tensor is a parameter or a buffer, or a view of one: they are known by their
   // storages.

@@ -19,8 +19,8 @@ bool fits(int64_t nbytes, int64_t planned) {
   return nbytes <= planned && 4 * nbytes >= 3 * planned;
 }
 
-// The place of a storage in a plan, if it is the one that is expected now: `index` is that of what
-// is saved next. What its recipe is to save has the places before it.
+// The place of a storage in a plan, if the plan expects it now: `index` is the place of the next
+// save. The sources that its recipe is to save have the places before its own.
 const Plan::Place* place_of(const Plan& plan, size_t index, const Offer& offer) {
   while (!offer.for_recipe && index < plan.places.size() && plan.places[index].for_recipe) {
     ++index;
@@ -40,8 +40,7 @@ const Plan::Place* place_of(const Plan& plan, size_t index, const Offer& offer) 
   return &place;
 }
 
-// What comes next comes after the end of a send. One that failed gives the storage back, which its
-// entry notices.
+// Orders the caller behind a send. One that failed gives the storage back, which its entry notices.
 void wait_for_departure(const TicketPtr departure) {
   try {
     departure->wait();
@@ -93,7 +92,7 @@ void Engine::make_room(Iteration& of, size_t index) {
   }
 }
 
-void Engine::saved(const EntryPtr& entry) {
+void Engine::after_save(const EntryPtr& entry) {
   const IterationPtr of = entry->iteration;
   const std::shared_ptr<const Plan> plan = of->plan;
   if (plan && entry->index < plan->places.size()) {
@@ -116,8 +115,8 @@ void Engine::saved(const EntryPtr& entry) {
   }
 }
 
-std::optional<Saved> Engine::follow_plan(const Offer& offer, AskedRecipe& asked) {
-  if (!directed || !offer.covered || offer.action) {
+std::optional<SaveResult> Engine::follow_plan(const Offer& offer, FoundRecipe& recipe) {
+  if (!offer.covered || offer.action) {
     return std::nullopt;
   }
   const IterationPtr of = iteration;
@@ -127,11 +126,11 @@ std::optional<Saved> Engine::follow_plan(const Offer& offer, AskedRecipe& asked)
   }
   const Plan::Place* const place = place_of(*plan, of->size(), offer);
   const auto nbytes = static_cast<int64_t>(offer.view.storage_nbytes());
-  // What its recipe is to save comes first, and looks for its own room.
+  // The sources of its recipe come first, and look for their own room.
   const bool is_next = place != nullptr && place == plan->places.data() + of->size();
   const bool room = !is_next || of->limit_bytes == 0 ||
                     ledger.counters.resident_bytes + nbytes <= of->limit_bytes;
-  // What comes first says what kind of iteration it is: another size may have a plan of its own.
+  // The first storage says what kind of iteration it is: another size may have its own plan.
   const bool is_known = place != nullptr && (of->size() > 0 || nbytes == place->nbytes);
   if (!is_known || !room || ledger.knows(offer.view.storage_key()) || runs_backward()) {
     return std::nullopt;
@@ -146,9 +145,9 @@ std::optional<Saved> Engine::follow_plan(const Offer& offer, AskedRecipe& asked)
   look_at_released(*of);
   ++offer.ordinal;
   if (*place->action == Action::kRecompute) {
-    asked = recipe_of(offer, is_next ? 0 : kMostExtra, /*leaves=*/true);
+    recipe = recipe_of(offer, is_next ? 0 : kMostExtra, /*leaves=*/true);
   }
-  // Its recipe may not have saved what it was to save: who plans is asked.
+  // Its recipe may not have saved the sources that it was to save: then whoever plans is asked.
   if (of->plan != plan || place != plan->places.data() + of->size()) {
     --offer.ordinal;
     return std::nullopt;
@@ -156,15 +155,12 @@ std::optional<Saved> Engine::follow_plan(const Offer& offer, AskedRecipe& asked)
   if (of->recorder) {
     of->recorder->choose({offer.unit, offer.ordinal, nbytes, place->dtype, *place->action});
   }
-  return admit(offer, by, {.action = *place->action, .directed = true, .asked = asked});
+  return admit(offer, by, {.action = *place->action, .directed = true, .recipe = recipe});
 }
 
-// Backward asks for a storage. What it waits for, it waits for after this. Whether anybody directs.
-bool Engine::demanding(const EntryPtr& entry) {
+// Backward asks for a storage of an iteration that is directed, and has not waited for it yet.
+void Engine::before_demand(const EntryPtr& entry) {
   const IterationPtr& of = entry->iteration;
-  if (!directed || !of) {
-    return false;
-  }
   if (backward != of) {
     backward = of;
   }
@@ -178,18 +174,17 @@ bool Engine::demanding(const EntryPtr& entry) {
   if (of->recorder) {
     of->recorder->demanding(*entry);
   }
-  return true;
 }
 
-// Backward has it, in stream order, and somebody directs.
-void Engine::served(const EntryPtr& entry) {
+// Backward has the storage, in stream order.
+void Engine::after_demand(const EntryPtr& entry) {
   Iteration& of = *entry->iteration;
   bool departs = false, recorded = false;
   {
     const Locked locked(lock);
     recorded = of.recorder != nullptr;
     if (of.plan) {
-      // What every save has seen is counted as away, while its last consumer still holds it.
+      // A storage that every save has seen counts as away, but its last consumer still holds it.
       note_peak(of, entry->state() == State::kAway ? entry->nbytes() : 0);
       const std::vector<Plan::Place>& places = of.plan->places;
       departs = entry->index < places.size() && places[entry->index].departs;
@@ -205,7 +200,7 @@ void Engine::served(const EntryPtr& entry) {
   if (of.recorder) {
     of.recorder->demanded(*entry);
     if (of.returns_as_planned()) {
-      of.recorder->asked(of, of.plan->places[entry->index].fetches);
+      of.recorder->returning(of, of.plan->places[entry->index].fetches);
     }
     of.recorder->recomputed(recomputed.nbytes());
   }

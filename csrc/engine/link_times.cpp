@@ -26,7 +26,7 @@ void LinkTimes::sent(const Entry& entry) {
   }
 }
 
-void LinkTimes::asked(const Iteration& of, const std::vector<size_t>& places) {
+void LinkTimes::returning(const Iteration& of, const std::vector<size_t>& places) {
   int64_t nbytes = 0;
   std::shared_ptr<StreamLane> lane;
   for (const size_t place : places) {

@@ -20,8 +20,8 @@ class LinkTimes {
  public:
   // A storage was saved; it may be on its way.
   void sent(const Entry& entry);
-  // Backward was served; what is at these places may be on its way back since.
-  void asked(const Iteration& of, const std::vector<size_t>& places);
+  // Backward has a storage; those at these places may be on their way back since.
+  void returning(const Iteration& of, const std::vector<size_t>& places);
 
   // Those that the device has passed by now.
   std::vector<IterationRecord::Copy> sends() const { return copies_of(sends_); }

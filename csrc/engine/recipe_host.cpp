@@ -208,18 +208,18 @@ SourcePtr EngineRecipeHost::save(const KnownTensor& tensor) {
     return nullptr;
   }
   int64_t ordinal = kFirstOrdinal + kMostForOne * offer_->ordinal + saved_++;
-  Saved saved = engine()->save(Offer{.tensor = held,
-                                     .view = tensor.view,
-                                     .unit = offer_->unit,
-                                     .group = offer_->group,
-                                     .covered = offer_->covered,
-                                     .action = offer_->action,
-                                     .number = offer_->number,
-                                     .ordinal = ordinal,
-                                     .batch = offer_->batch,
-                                     .why_kept = offer_->why_kept,
-                                     .for_recipe = true});
-  if (saved.as == Saved::As::kMoved) {
+  SaveResult saved = engine()->save(Offer{.tensor = held,
+                                          .view = tensor.view,
+                                          .unit = offer_->unit,
+                                          .group = offer_->group,
+                                          .covered = offer_->covered,
+                                          .action = offer_->action,
+                                          .number = offer_->number,
+                                          .ordinal = ordinal,
+                                          .batch = offer_->batch,
+                                          .why_kept = offer_->why_kept,
+                                          .for_recipe = true});
+  if (saved.moves) {
     return moved_source(std::static_pointer_cast<Entry>(saved.known), tensor);
   }
   return kept_source(std::move(held), std::move(saved.known));

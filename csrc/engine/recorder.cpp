@@ -77,10 +77,10 @@ void Recorder::saved(const EntryPtr& entry) {
 }
 
 void Recorder::demanding(const Entry& entry) {
-  if (asked_by_this_thread() != asked_.end()) {
+  if (demand_of_this_thread() != demands_.end()) {
     return;
   }
-  asked_.push_back({std::this_thread::get_id(), entry.index, nullptr});
+  demands_.push_back({std::this_thread::get_id(), entry.index, nullptr});
   arrive();
   if (entry.index < seen_.size() && seen_[entry.index].demanded) {
     seen_[entry.index].look_at_use(entry);
@@ -89,18 +89,18 @@ void Recorder::demanding(const Entry& entry) {
   if (columns_.order.empty()) {
     look();
   }
-  asked_.back().began = now();
+  demands_.back().began = now();
   look_at_served();
 }
 
 void Recorder::demanded(const Entry& entry) {
   const size_t index = entry.index;
-  const auto asked = asked_by_this_thread();
-  if (asked == asked_.end() || asked->index != index) {
+  const auto demand = demand_of_this_thread();
+  if (demand == demands_.end() || demand->index != index) {
     return;
   }
-  const MomentPtr began = std::move(asked->began);
-  asked_.erase(asked);
+  const MomentPtr began = std::move(demand->began);
+  demands_.erase(demand);
   if (broken_ || index >= seen_.size()) {
     broken_ = true;
     return;
@@ -147,8 +147,8 @@ MomentPtr Recorder::now() {
 
 void Recorder::add_mark(const MomentPtr& began) { moments_.emplace_back(began, now()); }
 
-std::vector<Recorder::Asked>::iterator Recorder::asked_by_this_thread() {
-  return std::ranges::find(asked_, std::this_thread::get_id(), &Asked::thread);
+std::vector<Recorder::Demand>::iterator Recorder::demand_of_this_thread() {
+  return std::ranges::find(demands_, std::this_thread::get_id(), &Demand::thread);
 }
 
 void Recorder::note_bytes(const Entry& entry) {
@@ -302,7 +302,7 @@ void Recorder::wait() const {
 }
 
 std::optional<IterationRecord> Recorder::take() const {
-  if (broken_ || !closed_ || !asked_.empty() ||
+  if (broken_ || !closed_ || !demands_.empty() ||
       seen_.size() + columns_.order.size() != moments_.size()) {
     return std::nullopt;
   }

@@ -69,8 +69,10 @@ class Recorder {
 
   // A unit saves a storage that was saved before.
   void again(const Entry& entry, std::string_view unit);
-  // Backward was served; what is at these places of the iteration starts back with that.
-  void asked(const Iteration& of, const std::vector<size_t>& places) { links_.asked(of, places); }
+  // Backward has a storage; those at these places of the iteration start back with that.
+  void returning(const Iteration& of, const std::vector<size_t>& places) {
+    links_.returning(of, places);
+  }
   // An operator of so many seconds is about to be launched, and codec work may run beside it.
   void window(double seconds);
   // So many bytes are there of what recomputed units have saved again.
@@ -114,15 +116,16 @@ class Recorder {
     void look_at_use(const Entry& of);
   };
 
-  // What a thread of backward asks for now; `began`: nullptr where it had been demanded before.
-  struct Asked {
+  // A demand of a thread of backward that has not been met; `began`: nullptr where the storage had
+  // been demanded before.
+  struct Demand {
     std::thread::id thread;
     size_t index;
     MomentPtr began;
   };
 
   MomentPtr now();
-  std::vector<Asked>::iterator asked_by_this_thread();
+  std::vector<Demand>::iterator demand_of_this_thread();
   size_t unit_number(std::string_view unit);
   int32_t next_mark() const { return static_cast<int32_t>(moments_.size()); }
   void arrive();
@@ -146,7 +149,7 @@ class Recorder {
   std::unordered_set<AnyLanePtr> lanes_;  // that sends went by
   std::vector<std::pair<MomentPtr, MomentPtr>> moments_;  // begin and end of each mark
   bool chose_ = false;                                    // for a storage that is being saved
-  std::vector<Asked> asked_;                              // and not served yet
+  std::vector<Demand> demands_;                           // that have not been met
   RegionCalls regions_;
   LinkTimes links_;
   bool broken_ = false, closed_ = false;

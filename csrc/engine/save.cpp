@@ -39,7 +39,7 @@ bool is_traced() {
 
 }  // namespace
 
-Saved HookScope::save(const at::Tensor& tensor, const SavedView& view, Batch* batch) {
+SaveResult HookScope::save(const at::Tensor& tensor, const SavedView& view, Batch* batch) {
   return engine->save({.tensor = tensor,
                        .view = view,
                        .unit = unit,
@@ -63,14 +63,14 @@ const char* why_fixed(const SavedView& view) {
   return is_traced() ? reasons::kTraced : nullptr;
 }
 
-Saved Engine::keep(const SavedView& view, std::string_view reason) {
+SaveResult Engine::keep(const SavedView& view, std::string_view reason) {
   ledger.keep(reason, static_cast<int64_t>(view.storage_nbytes()));
-  return {Saved::As::kKept, nullptr};
+  return {false, nullptr};
 }
 
-Saved Engine::stay(const SavedView& view, std::string_view reason) {
+SaveResult Engine::stay(const SavedView& view, std::string_view reason) {
   ledger.keep(reason, static_cast<int64_t>(view.storage_nbytes()));
-  return {Saved::As::kKept, Stay::make({shared_from_this(), &ledger}, view)};
+  return {false, Stay::make({shared_from_this(), &ledger}, view)};
 }
 
 EntryPtr Engine::make_entry(const at::Tensor& tensor, const SavedView& view,
@@ -120,11 +120,11 @@ bool Engine::refilled(const KnownPtr& known, const SavedView& view) const {
 }
 
 // One more save of a storage that is known.
-Saved Engine::save_again(const Offer& offer, const KnownPtr& known) {
+SaveResult Engine::save_again(const Offer& offer, const KnownPtr& known) {
   ++ledger.counters.deduplicated_tensors;
   ledger.counters.deduplicated_bytes += static_cast<int64_t>(offer.view.nbytes());
   if (!known->is_entry()) {
-    return {Saved::As::kKept, known};
+    return {false, known};
   }
   if (recipes && !offer.for_recipe) {
     recipes->saved_again(offer.view);
@@ -135,11 +135,11 @@ Saved Engine::save_again(const Offer& offer, const KnownPtr& known) {
   }
   // It has left, or waits to: then the entry holds the storage.
   const bool leaves = entry->away() || entry->storage;
-  return {leaves ? Saved::As::kMoved : Saved::As::kKept, known};
+  return {leaves, known};
 }
 
 // What is known of a storage, or decided about a new one.
-Saved Engine::look_up(const Offer& offer, const AskedRecipe& asked) {
+SaveResult Engine::look_up(const Offer& offer, const FoundRecipe& recipe) {
   const SavedView& view = offer.view;
   const Ledger::Found found = ledger.find(view);
   if (found.conflicts) {
@@ -163,21 +163,23 @@ Saved Engine::look_up(const Offer& offer, const AskedRecipe& asked) {
   if (runs_backward()) {
     return keep(view, reasons::kSavedInBackward);
   }
-  return decide(offer, asked);
+  return decide(offer, recipe);
 }
 
 // A batch is an iteration, and its group has begun it.
-Saved Engine::save(const Offer& offer) {
+SaveResult Engine::save(const Offer& offer) {
   if (offer.batch != nullptr) {
     iteration = offer.batch->iteration;
   }
-  AskedRecipe asked;
-  const std::optional<Saved> planned = follow_plan(offer, asked);
-  Saved saved = planned ? *planned : look_up(offer, asked);
-  if (offer.batch != nullptr && saved.as == Saved::As::kMoved) {
-    offer.batch->join(std::static_pointer_cast<Entry>(saved.known));
+  FoundRecipe recipe;
+  std::optional<SaveResult> result = directed ? follow_plan(offer, recipe) : std::nullopt;
+  if (!result) {
+    result = look_up(offer, recipe);
   }
-  return saved;
+  if (offer.batch != nullptr && result->moves) {
+    offer.batch->join(std::static_pointer_cast<Entry>(result->known));
+  }
+  return *std::move(result);
 }
 
 const TransfersPtr& Engine::transfers_from(c10::Device device) {
@@ -201,7 +203,7 @@ Action Engine::default_action(const Transfers& by) {
   return Action::kRecompute;
 }
 
-Saved Engine::decide(const Offer& offer, AskedRecipe asked) {
+SaveResult Engine::decide(const Offer& offer, FoundRecipe recipe) {
   if (directed) {
     recomputed.sweep();
   }
@@ -236,19 +238,19 @@ Saved Engine::decide(const Offer& offer, AskedRecipe asked) {
   if (wanted == Action::kRecompute) {
     wanted = by->policy.without_recipe;
   }
-  // What a recipe would save is saved before its result: it has the place before that one.
+  // The sources that a recipe saves come before its result, and have the places before it.
   if (may_learn && iteration->learns_recipes && plans_sources) {
-    asked = recipe_of(offer, kMostExtra, /*leaves=*/false);
+    recipe = recipe_of(offer, kMostExtra, /*leaves=*/false);
   }
   const std::optional<Action> directions = host->direct(*this, offer, wanted);
   return admit(offer, by,
                {.action = directions.value_or(wanted),
                 .directed = directions.has_value(),
                 .learns = may_learn && iteration->learns_recipes,
-                .asked = std::move(asked)});
+                .recipe = std::move(recipe)});
 }
 
-Saved Engine::admit(const Offer& offer, const TransfersPtr& by, Decision decision) {
+SaveResult Engine::admit(const Offer& offer, const TransfersPtr& by, Decision decision) {
   const auto nbytes = static_cast<int64_t>(offer.view.storage_nbytes());
   bool recomputes = decision.action == Action::kRecompute;
   const Action action = recomputes ? by->policy.without_recipe : decision.action;
@@ -262,9 +264,9 @@ Saved Engine::admit(const Offer& offer, const TransfersPtr& by, Decision decisio
   const EntryPtr entry = make_entry(offer.tensor, offer.view, storage);
   entry->for_recipe = offer.for_recipe;
   recomputes = recomputes && why == nullptr;
-  Saved made{Saved::As::kMoved, entry};
+  SaveResult made{true, entry};
   if (!(recomputes || decision.learns) ||
-      !becomes_recipe(entry, offer, recomputes, decision.asked)) {
+      !becomes_recipe(entry, offer, recomputes, decision.recipe)) {
     if (why == nullptr && action == Action::kEncode &&
         iteration->frame_held_at_peak(entry->index)) {
       why = reasons::kHeldAtPeak;
@@ -274,12 +276,12 @@ Saved Engine::admit(const Offer& offer, const TransfersPtr& by, Decision decisio
     }
     if (why != nullptr) {
       ledger.keep(why, nbytes);
-      made.as = Saved::As::kKept;
+      made.moves = false;
     }
   }
   storage.reset();  // its ticket's share is the last one
   if (directed) {
-    saved(entry);
+    after_save(entry);
   } else if (schedule != Schedule::kBatches && !by->works_ahead()) {
     note_save(*entry, why == reasons::kHeldAtPeak);
   }
@@ -310,7 +312,7 @@ const char* Engine::send_as(Action action, const Offer& offer, const TransfersPt
 }
 
 // `leaves`: whether a storage leaves as a recipe if it can, or its recipe is told.
-Engine::AskedRecipe Engine::recipe_of(const Offer& offer, double most_extra, bool leaves) {
+Engine::FoundRecipe Engine::recipe_of(const Offer& offer, double most_extra, bool leaves) {
   if (!recipes || offer.for_recipe) {
     return std::make_shared<RecipeAnswer>();
   }
@@ -324,14 +326,14 @@ Engine::AskedRecipe Engine::recipe_of(const Offer& offer, double most_extra, boo
                      {.most_extra = most_extra, .leaves = leaves, .planned = directed}));
 }
 
-// Whether an entry's storage leaves as a recipe. If not, the recipe may be on trial. `asked`: what
-// was found for it; nullptr: a plan may not have anything saved for it any more.
+// Whether an entry's storage leaves as a recipe. If not, the recipe may be on trial. `recipe`:
+// nullptr: it is looked for here, where a plan may not have anything saved for it any more.
 bool Engine::becomes_recipe(const EntryPtr& entry, const Offer& offer, bool leaves,
-                            AskedRecipe asked) {
-  if (!asked) {
-    asked = recipe_of(offer, directed ? 0 : kMostExtra, leaves);
+                            FoundRecipe recipe) {
+  if (!recipe) {
+    recipe = recipe_of(offer, directed ? 0 : kMostExtra, leaves);
   }
-  RecipeAnswer& answer = *asked;
+  RecipeAnswer& answer = *recipe;
   if (answer.leaving && schedule == Schedule::kBatches) {
     entry->storage = std::make_shared<StorageRef>(offer.tensor.storage());
     entry->order = LeaveOrder{.transfers = nullptr, .key = {}, .recipe = std::move(answer.leaving)};

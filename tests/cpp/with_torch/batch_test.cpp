@@ -36,16 +36,16 @@ class Batches : public ::testing::Test {
   EntryPtr save(Batch& batch, at::Tensor tensor, Action action = Action::kSwap) {
     const Locked locked(engine->lock);
     const SavedView view = *SavedView::capture(tensor);
-    const Saved saved = engine->save({.tensor = tensor,
-                                      .view = view,
-                                      .unit = "unit",
-                                      .group = Iteration::kNoGroup,
-                                      .covered = true,
-                                      .action = action,
-                                      .number = 0,
-                                      .ordinal = ordinal,
-                                      .batch = &batch});
-    EXPECT_EQ(saved.as, Saved::As::kMoved) << "it waits";
+    const SaveResult saved = engine->save({.tensor = tensor,
+                                           .view = view,
+                                           .unit = "unit",
+                                           .group = Iteration::kNoGroup,
+                                           .covered = true,
+                                           .action = action,
+                                           .number = 0,
+                                           .ordinal = ordinal,
+                                           .batch = &batch});
+    EXPECT_TRUE(saved.moves) << "it waits";
     auto entry = std::static_pointer_cast<Entry>(saved.known);
     ++entry->handles;
     return entry;

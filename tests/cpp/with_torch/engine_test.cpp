@@ -32,7 +32,7 @@ at::Tensor saved_bytes(uint8_t value, int64_t nbytes = kSavedBytes) {
 
 // What a handle of autograd's holds.
 struct Handle {
-  Saved saved;
+  SaveResult saved;
   SavedView view;
   at::Tensor kept;  // where the tensor stays
 
@@ -53,8 +53,8 @@ class Engines : public ::testing::Test {
     const Locked locked(engine->lock);
     SavedView view = *SavedView::capture(tensor);
     ++scope->packs;
-    Saved saved = scope->save(tensor, view);
-    if (saved.as == Saved::As::kMoved) {
+    SaveResult saved = scope->save(tensor, view);
+    if (saved.moves) {
       ++static_cast<Entry&>(*saved.known).handles;
       return {saved, view, {}};
     }
@@ -85,7 +85,7 @@ TEST_F(Engines, WhatIsSavedLeavesAndComesBack) {
   std::vector<Handle> handles;
   for (uint8_t value = 1; value <= 5; ++value) {
     handles.push_back(save(saved_bytes(value)));
-    ASSERT_EQ(handles.back().saved.as, Saved::As::kMoved);
+    ASSERT_TRUE(handles.back().saved.moves);
     handles.back().entry()->departure()->wait();
   }
   for (uint8_t value = 5; value >= 1; --value) {
@@ -112,12 +112,12 @@ TEST_F(Engines, AStorageMovesOnceHoweverOftenItIsSaved) {
 
 TEST_F(Engines, WhatIsSmallOrNotCoveredStays) {
   engine->policy.min_bytes = kSavedBytes + 1;
-  EXPECT_EQ(save(saved_bytes(1)).saved.as, Saved::As::kKept);
+  EXPECT_FALSE(save(saved_bytes(1)).saved.moves);
   EXPECT_EQ(engine->ledger.kept().at("small").nbytes, kSavedBytes);
   engine->policy.min_bytes = 1;
   engine->policy.action = Action::kKeep;
   const Handle stays = save(saved_bytes(1));
-  EXPECT_EQ(stays.saved.as, Saved::As::kKept);
+  EXPECT_FALSE(stays.saved.moves);
   EXPECT_FALSE(stays.saved.known->is_entry());
   EXPECT_EQ(engine->ledger.counters.resident_bytes, kSavedBytes);
 }
@@ -126,7 +126,7 @@ TEST_F(Engines, WithoutRoomATensorStaysAndThatIsToldOnce) {
   std::vector<Handle> handles;
   for (int times = 0; times < 3; ++times) {
     handles.push_back(save(saved_bytes(1, 2 * kHostBytes)));
-    EXPECT_EQ(handles.back().saved.as, Saved::As::kKept);
+    EXPECT_FALSE(handles.back().saved.moves);
   }
   EXPECT_EQ(engine->ledger.kept().at("pool").tensors, 3);
   ASSERT_EQ(told.size(), 1u);
@@ -136,15 +136,15 @@ TEST_F(Engines, WithoutRoomATensorStaysAndThatIsToldOnce) {
 TEST_F(Engines, AFunctionOfTheUsersIsAskedUnlessWhoSavesHasAnAction) {
   engine->policy = {.min_bytes = 1, .action = std::nullopt, .asks = true};
   host.says = Action::kKeep;
-  EXPECT_EQ(save(saved_bytes(1)).saved.as, Saved::As::kKept);
+  EXPECT_FALSE(save(saved_bytes(1)).saved.moves);
   host.says = std::nullopt;
-  EXPECT_EQ(save(saved_bytes(1)).saved.as, Saved::As::kMoved) << "as suits the device";
+  EXPECT_TRUE(save(saved_bytes(1)).saved.moves) << "as suits the device";
   EXPECT_EQ(host.asked, 2);
   scope->action = Action::kSwap;
   host.says = Action::kKeep;
-  EXPECT_EQ(save(saved_bytes(1)).saved.as, Saved::As::kMoved);
+  EXPECT_TRUE(save(saved_bytes(1)).saved.moves);
   scope->action = Action::kKeep;
-  EXPECT_EQ(save(saved_bytes(1)).saved.as, Saved::As::kKept);
+  EXPECT_FALSE(save(saved_bytes(1)).saved.moves);
   EXPECT_EQ(host.asked, 2);
 }
 
@@ -162,12 +162,12 @@ TEST_F(Engines, ATableIsFollowedWithoutAskingAnybody) {
   std::vector<Handle> handles;
   for (int times = 0; times < 4; ++times) {
     handles.push_back(save(saved_bytes(1)));
-    EXPECT_EQ(handles.back().saved.as, Saved::As::kMoved);
+    EXPECT_TRUE(handles.back().saved.moves);
   }
   EXPECT_EQ(host.asked, 0);
   EXPECT_EQ(host.opened, 1) << "what a device's storages leave by is opened once";
   engine->policy.action = std::nullopt;
-  EXPECT_EQ(save(saved_bytes(1)).saved.as, Saved::As::kMoved) << "what suits the device";
+  EXPECT_TRUE(save(saved_bytes(1)).saved.moves) << "what suits the device";
   EXPECT_EQ(host.asked, 0);
 }
 
@@ -176,14 +176,14 @@ TEST_F(Engines, WhatIsSavedAfterBackwardBeganBelongsToANewIteration) {
   const IterationPtr before = engine->iteration;
   demands(handle, 1);
   const Handle other = save(saved_bytes(2));
-  EXPECT_EQ(other.saved.as, Saved::As::kMoved);
+  EXPECT_TRUE(other.saved.moves);
   EXPECT_NE(engine->iteration, before);
   EXPECT_EQ(engine->iteration->size(), 1u);
 }
 
 TEST_F(Engines, AStorageOfADeviceWithoutTransfersStays) {
   host.transfers = nullptr;
-  EXPECT_EQ(save(saved_bytes(1)).saved.as, Saved::As::kKept);
+  EXPECT_FALSE(save(saved_bytes(1)).saved.moves);
   EXPECT_EQ(engine->ledger.kept().at("host memory beside an accelerator").tensors, 1);
   EXPECT_EQ(engine->ledger.counters.peak_resident_bytes, 0) << "none of the device's bytes";
 }
@@ -191,15 +191,15 @@ TEST_F(Engines, AStorageOfADeviceWithoutTransfersStays) {
 TEST_F(Engines, NothingLeavesWhileAStreamCapturesAGraph) {
   bool captures = true;
   host.transfers = testing::transfers_by(sender, {.captures = [&] { return captures; }});
-  EXPECT_EQ(save(saved_bytes(1)).saved.as, Saved::As::kKept);
+  EXPECT_FALSE(save(saved_bytes(1)).saved.moves);
   EXPECT_EQ(engine->ledger.kept().at("stream capture").tensors, 1);
   captures = false;
-  EXPECT_EQ(save(saved_bytes(1)).saved.as, Saved::As::kMoved);
+  EXPECT_TRUE(save(saved_bytes(1)).saved.moves);
 }
 
 TEST_F(Engines, WithoutARecipeARecomputedStorageLeavesAsSuitsTheDevice) {
   engine->policy.action = Action::kRecompute;
-  EXPECT_EQ(save(saved_bytes(1)).saved.as, Saved::As::kMoved);
+  EXPECT_TRUE(save(saved_bytes(1)).saved.moves);
   EXPECT_EQ(engine->recipes, nullptr) << "nobody asked for recipes of a device";
   host.transfers = testing::transfers_by(sender, {.action = Action::kRecompute});
   const EnginePtr other = std::make_shared<Engine>(/*prefetch_bytes=*/0);
@@ -209,20 +209,20 @@ TEST_F(Engines, WithoutARecipeARecomputedStorageLeavesAsSuitsTheDevice) {
   of_other.covered = true;
   const at::Tensor tensor = saved_bytes(1);
   const Locked locked(other->lock);
-  EXPECT_EQ(of_other.save(tensor, *SavedView::capture(tensor)).as, Saved::As::kMoved);
+  EXPECT_TRUE(of_other.save(tensor, *SavedView::capture(tensor)).moves);
   EXPECT_NE(other->recipes, nullptr);
 }
 
 TEST_F(Engines, WhoDirectsSaysWhatBecomesOfEachStorage) {
   engine->directed = true;
   host.directs = Action::kKeep;
-  EXPECT_EQ(save(saved_bytes(1)).saved.as, Saved::As::kKept);
+  EXPECT_FALSE(save(saved_bytes(1)).saved.moves);
   EXPECT_EQ(engine->ledger.kept().at("planned").tensors, 1);
   host.directs = Action::kSwap;
-  EXPECT_EQ(save(saved_bytes(1)).saved.as, Saved::As::kMoved);
+  EXPECT_TRUE(save(saved_bytes(1)).saved.moves);
   host.directs = std::nullopt;
   engine->policy.action = Action::kKeep;
-  EXPECT_EQ(save(saved_bytes(1)).saved.as, Saved::As::kKept) << "as the policy has it";
+  EXPECT_FALSE(save(saved_bytes(1)).saved.moves) << "as the policy has it";
   EXPECT_EQ(engine->ledger.kept().at("policy").tensors, 1);
   EXPECT_EQ(host.asked, 3);
 }
@@ -245,9 +245,9 @@ TEST_F(Engines, ThePlanOfAnIterationIsFollowedForAsLongAsItFits) {
   for (uint8_t value = 1; value <= 3; ++value) {
     handles.push_back(save(saved_bytes(value)));
   }
-  EXPECT_EQ(handles[0].saved.as, Saved::As::kMoved);
-  EXPECT_EQ(handles[1].saved.as, Saved::As::kKept);
-  EXPECT_EQ(handles[2].saved.as, Saved::As::kMoved);
+  EXPECT_TRUE(handles[0].saved.moves);
+  EXPECT_FALSE(handles[1].saved.moves);
+  EXPECT_TRUE(handles[2].saved.moves);
   EXPECT_EQ(handles[0].entry()->state(), State::kAway) << "its room was released";
   EXPECT_EQ(engine->ledger.kept().at("planned").tensors, 1);
   EXPECT_TRUE(demands(handles[2], 3));

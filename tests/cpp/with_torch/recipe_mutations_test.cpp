@@ -236,15 +236,15 @@ struct Recomputing {
   EntryPtr save(const at::Tensor& tensor) {
     const Locked locked(engine->lock);
     const SavedView view = *SavedView::capture(tensor);
-    const Saved saved = engine->save({.tensor = tensor,
-                                      .view = view,
-                                      .unit = "unit",
-                                      .group = Iteration::kNoGroup,
-                                      .covered = true,
-                                      .action = std::nullopt,
-                                      .number = number++,
-                                      .ordinal = ordinal});
-    EXPECT_EQ(saved.as, Saved::As::kMoved);
+    const SaveResult saved = engine->save({.tensor = tensor,
+                                           .view = view,
+                                           .unit = "unit",
+                                           .group = Iteration::kNoGroup,
+                                           .covered = true,
+                                           .action = std::nullopt,
+                                           .number = number++,
+                                           .ordinal = ordinal});
+    EXPECT_TRUE(saved.moves);
     auto entry = std::static_pointer_cast<Entry>(saved.known);
     ++entry->handles;
     return entry;
