@@ -140,8 +140,8 @@ py::object new_handle(PyObject* owner, PyObject* batch, Make make) {
   return made;
 }
 
-// That of a tensor that stays. Of Python's classes of tensors, leaves that require grad (weights,
-// most of all) and parameters are kept themselves.
+// The handle of a tensor that stays. Leaves that require grad (weights, most of all) and parameters
+// of Python's own classes of tensors are kept themselves.
 py::object kept_handle(PyObject* object, KnownPtr known, PyObject* owner) {
   const at::Tensor& tensor = THPVariable_Unpack(object);
   const auto version = static_cast<uint32_t>(tensor._version());

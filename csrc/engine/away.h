@@ -16,7 +16,7 @@ struct Returning {
   TicketPtr arrival;
 };
 
-// What an entry owns while its storage is away; dropping it gives the memory back. The away forms
+// An entry owns one while its storage is away; dropping it gives the memory back. The away forms
 // are a block of a pool (block_form.h), a part of a block (bucket.h), a frame, on the device or in
 // a pool (frame_form.h), and a recipe (recipe_form.h). Each stands in one file, with what puts a
 // storage into it; which storages have a recipe, recipes.h finds out.
@@ -60,11 +60,11 @@ class AwayForm {
   // The lane that the storage alone was sent by; nullptr: none.
   virtual AnyLanePtr sent_by() const { return nullptr; }
 
-  // What has run out where a send into this form fails: the reason in the statistics (reasons.h).
+  // The resource that has run out where a send into this form fails: a reason in the statistics
+  // (reasons.h).
   virtual const char* short_of() const = 0;
 
-  // What the caller does next comes after everything that takes memory of the device on the way to
-  // a pool.
+  // Orders the caller behind the form's own way to a pool: it holds no memory of the device then.
   virtual void wait_sent() {}
 };
 using AwayFormPtr = std::shared_ptr<AwayForm>;

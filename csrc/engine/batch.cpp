@@ -21,7 +21,7 @@ struct Waiting {
   LeaveOrder order;
 };
 
-// What one device sends of a batch.
+// The part of a batch that one device sends.
 struct Share {
   int64_t nbytes = 0;
   std::vector<EntryPtr> small;  // which travel together
@@ -230,7 +230,7 @@ void Batch::launch_load(int64_t readings) {
       continue;  // it stayed, or was demanded meanwhile
     }
     if (!entry->retain()) {
-      // What a recipe reads is loaded; there is nothing else to do before its demand.
+      // A recipe's sources are loaded; there is nothing else to do before its demand.
       if (entry->away()->recomputes() || !entry->gone(true)) {
         continue;  // or it could not be sent, and was given back
       }

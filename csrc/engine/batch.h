@@ -56,7 +56,7 @@ struct BatchError : std::logic_error {
 // ordered behind it. They take the engine's lock.
 class Batch : public std::enable_shared_from_this<Batch> {
  public:
-  // What it was told last.
+  // The call that it had last.
   enum class Phase : uint8_t { kCollected, kOffloading, kOffloaded, kLoading, kLoaded };
 
   // `name`: its group's, for messages. `iteration`: of what it saves.
@@ -74,7 +74,7 @@ class Batch : public std::enable_shared_from_this<Batch> {
 
   // Starts sending the storages away. The forward may still use them. Throws BatchError.
   void launch_offload();
-  // What follows comes after the send, and the memory of what was sent is free for it. Throws
+  // Orders the caller behind the send, and frees the memory of the storages that were sent. Throws
   // BatchError: nothing was launched.
   void wait_offload();
   // Starts bringing the storages back, each into memory of the calling thread's stream. Once a
@@ -82,8 +82,8 @@ class Batch : public std::enable_shared_from_this<Batch> {
   // `readings`: how many backward passes will read them before they are let go of again: 2 where
   // gradients of inputs and of weights are computed apart. Throws BatchError: nothing was launched.
   void launch_load(int64_t readings = 1);
-  // What follows on this stream may use the storages. Throws BatchError: no load was launched; and
-  // LostBytes.
+  // Orders the caller's stream behind the load, so that it may use the storages. Throws BatchError:
+  // no load was launched; and LostBytes.
   void wait_load();
   // Nobody may call it any more. What is away still returns when backward demands it.
   void close() { closed_ = true; }

@@ -26,8 +26,8 @@ class BlockForm final : public AwayForm {
   AnyLanePtr sent_by() const override { return lane_; }
   const char* short_of() const override { return reasons::kPool; }
 
-  // The same into the memory of a storage of the same length that is leaving, as soon as it has
-  // left: `departure` is its send. The caller waits for both tickets before it uses the memory.
+  // Brings the bytes into the memory of a storage of the same length, as soon as that has left:
+  // `departure` is its send. The caller waits for both tickets before it uses the memory.
   TicketPtr bring_into(StorageRefPtr leaving, TicketPtr departure);
 
  private:

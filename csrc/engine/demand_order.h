@@ -126,7 +126,7 @@ class DemandOrder {
     bool demanded;
   };
 
-  // What was saved and demanded before it opened.
+  // How much was saved and demanded before the window opened.
   struct Window {
     size_t saved;
     size_t demanded;
@@ -196,7 +196,7 @@ inline int64_t DemandOrder::bytes_ahead() const {
   return most;
 }
 
-// What an iteration that was demanded predicts about the next one, storage by storage.
+// The prediction of an iteration that was demanded about the next one, storage by storage.
 struct Forecast {
   enum class Verdict : uint8_t { kNone, kNeededAtOnce, kNeverFreed };
 
@@ -230,7 +230,7 @@ struct Forecast {
   std::vector<size_t> order;  // in which all of them will be demanded
   std::vector<int64_t> sizes;
   std::vector<Verdict> verdicts;
-  // What stays because it is held at the peak, unless it has a recipe.
+  // Storages that stay because they are held at the peak, unless they have a recipe.
   HeldAtPeak::Frames held_at_peak;
 };
 

@@ -50,7 +50,7 @@ class Departing {
   // Accounts for storages that went away since the last look. `looks` bounds how many of those are
   // looked at that have been held by somebody for long.
   void notice_gone(size_t looks = kAll);
-  // What each save does: looks at a few.
+  // The same for each save, which looks at a few.
   void notice_some() { notice_gone(3); }
 
   size_t size() const { return leaving_.size() + lately_.size() + lingering_.size(); }

@@ -109,7 +109,7 @@ void Engine::demand_kept(const EntryPtr& entry) {
     if (is_directed) {
       before_demand(entry);
     }
-    // What stayed alive although it had left: if only handles hold it, next time it is freed.
+    // A storage stayed alive although it had left: if only handles hold it, it is freed next time.
     Iteration& of = *entry->iteration;
     if (of.held.contains(entry->index) && !of.order().was_demanded(entry->index) &&
         entry->held_by_handles_only()) {

@@ -114,11 +114,11 @@ class Engine : public std::enable_shared_from_this<Engine> {
   // An entry's storage leaves as the schedule has it: at once, or held until its batch is told to
   // go. The reason why it stays, or nullptr.
   const char* leave(const EntryPtr& entry, StorageRefPtr storage, LeaveOrder order);
-  // The same at once.
+  // An entry's storage leaves at once, as ordered. The reason why it stays, or nullptr.
   const char* send(const EntryPtr& entry, const StorageRefPtr& storage, const LeaveOrder& order);
-  // The same, as raw bytes in a block.
+  // The same as raw bytes in a block of the pool.
   const char* send_raw(const EntryPtr& entry, const StorageRefPtr& storage, Transfers& by);
-  // The same, as a frame. False: there was no room.
+  // The same as a frame. False: there was no room.
   bool encode(const EntryPtr& entry, const StorageRefPtr& storage, const LeaveOrder& order,
               Expectation expectation);
   // An entry's storage is on its way, into whatever form.
@@ -126,7 +126,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   // A sender has no room for a storage: told once. The reason for the statistics, which is
   // `short_of`.
   const char* refused(const char* short_of, const std::string& why, const Entry& entry);
-  // The same of frames; what the first frames' room is short of is not told.
+  // A sender of frames has no room; of the first iteration's frames that is not told.
   const char* refused(const FrameSender& sender, const Entry& entry);
 
   // Storages of parameters and buffers, instead of those that were named before.

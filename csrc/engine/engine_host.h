@@ -13,8 +13,8 @@ namespace memswap {
 class Engine;
 struct Offer;
 
-// Whatever is no data; nothing of it is asked about a storage that a plan expects. The engine's
-// lock is held.
+// The questions that data cannot answer. None is asked about a storage that a plan expects. The
+// engine's lock is held.
 class EngineHost {
  public:
   EngineHost() = default;
@@ -26,9 +26,10 @@ class EngineHost {
   virtual std::optional<Action> decide(Engine& engine, const Offer& offer) = 0;
   // Under a budget, what is done with a storage that is about to be saved. Nothing: `action`.
   virtual std::optional<Action> direct(Engine& engine, const Offer& offer, Action action) = 0;
-  // What storages of a device leave by, which is seen for the first time. nullptr: they stay.
+  // A device is seen for the first time: the transfers that its storages leave by. nullptr: they
+  // stay.
   virtual TransfersPtr open(Engine& engine, c10::Device device) = 0;
-  // What is saved now is saved after backward began, and so belongs to a new forward.
+  // A tensor is saved after backward began, so a new forward has begun.
   virtual void begin_iteration(Engine& engine) = 0;
   // A storage is to be recomputed: `Engine::recipes` are there from now on.
   virtual void open_recipes(Engine& engine) = 0;

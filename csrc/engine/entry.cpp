@@ -75,7 +75,7 @@ void Entry::require(bool legal_step, State to) const {
 
 void Entry::move(State to) { require(residence_->move(to), to); }
 
-// Whatever else has this address from here on, it is not what was saved.
+// From here on another storage may have this address.
 void Entry::forget_identity() { engine_->ledger.forget(identity_->key(), this); }
 
 void Entry::count_away() {

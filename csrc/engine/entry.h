@@ -177,7 +177,7 @@ class Entry final : public Known, public std::enable_shared_from_this<Entry> {
 
   // Starts bringing the bytes back into a storage of memswap's own. Throws c10::OutOfMemoryError.
   void fetch();
-  // The same where it is away and its form works ahead. Whether that was done.
+  // Fetches a storage that is away, if its form works ahead of a demand. Whether that was done.
   bool fetch_ahead();
   // The storage: the one that is still there, the one that was fetched, or else a fetch now, which
   // counts as a stall. The caller waits for `arrival` before it reads.
@@ -203,8 +203,8 @@ class Entry final : public Known, public std::enable_shared_from_this<Entry> {
 
   // Counts what the away form takes up now.
   void count_away();
-  // What the caller does next comes after a frame's way to a pool: it is off the device. Nothing
-  // for other forms.
+  // Orders the caller behind a frame's way to a pool, so that the frame is off the device. Other
+  // forms have nothing to wait for.
   void release_frame();
 
   StorageRefPtr storage;  // where the entry itself holds it

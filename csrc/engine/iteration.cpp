@@ -64,7 +64,7 @@ const char* Iteration::verdict(size_t index, int64_t nbytes) {
 }
 
 std::optional<int64_t> Iteration::frame_held_at_peak(size_t index) const {
-  // Who has nothing brought back ahead of its use wants nothing to stay when the forward ends.
+  // A user who has nothing brought back ahead wants nothing to stay when the forward ends.
   const bool none_stays = given_prefetch_bytes_ == 0;
   if (none_stays || !forecast_) {
     return std::nullopt;
@@ -129,7 +129,7 @@ std::vector<EntryPtr> Iteration::demand(size_t index) {
   return entries;
 }
 
-// What comes back where no plan says it.
+// The places that come back next, where no plan says which.
 std::span<const size_t> Iteration::next_to_prefetch(size_t index) {
   if (!order_.expects_all()) {
     if (forecast_ && forecast_->sizes.size() == size()) {
@@ -141,7 +141,7 @@ std::span<const size_t> Iteration::next_to_prefetch(size_t index) {
   return order_.advance(index);
 }
 
-// What is at a place and has not been demanded yet; or nullptr.
+// The entry at a place that has not been demanded yet; or nullptr.
 EntryPtr Iteration::to_bring(size_t index) const {
   return order_.was_demanded(index) ? nullptr : entry(index);
 }

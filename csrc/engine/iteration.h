@@ -78,9 +78,9 @@ class Iteration : public std::enable_shared_from_this<Iteration> {
   // Bytes of the device that its storages and their frames take now, whoever holds them, each
   // rounded up to a multiple of `granularity`, which is 1 at least.
   int64_t present_bytes(int64_t granularity) const;
-  // Those storages: whoever has them decides when their memory is free.
+  // The storages that are there, for a caller who decides when their memory is free.
   std::vector<StorageRefPtr> present() const;
-  // Of these, the ones whose bytes are on their way back.
+  // Those of them whose bytes are on their way back.
   std::vector<StorageRefPtr> returning() const;
   // Whether nothing that was saved is alive: no graph will demand it.
   bool over() const;
@@ -95,12 +95,12 @@ class Iteration : public std::enable_shared_from_this<Iteration> {
   // As predicted, for as long as the sizes agree; otherwise as its own storages make it.
   int64_t prefetch_bytes() const;
   int64_t own_prefetch_bytes() const;
-  // The same, whatever operators decodes wait for.
+  // The same without the bytes whose decodes wait for operators to run beside.
   int64_t least_prefetch_bytes() const;
   // Bytes that may leave at once: as many, and never less than one storage.
   int64_t leaving_bytes() const;
 
-  // What it predicts about the next one.
+  // The forecast that it makes for the next iteration.
   Forecast predicts(int64_t prefetch_bytes) const;
 
   // --- under a plan ---
@@ -138,7 +138,7 @@ class Iteration : public std::enable_shared_from_this<Iteration> {
   // Places of storages that stayed alive although they had left.
   std::set<size_t> held;
 
-  // What is held at the peak, where no plan says what stays.
+  // Which storages are held at the peak, where no plan says which stay.
   HeldAtPeak at_peak;
   // Notices which of what stays for that the forward has let go of.
   void look_at_held();

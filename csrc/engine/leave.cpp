@@ -28,7 +28,7 @@ const char* Engine::send(const EntryPtr& entry, const StorageRefPtr& storage,
   if (order.form == Form::kBlock) {
     return send_raw(entry, storage, by);
   }
-  // That the plan of its iteration has for a frame; nothing: as many as it takes.
+  // Bytes that the iteration's plan has for the frame; nothing: as many as it takes.
   const std::optional<int64_t> most_bytes =
       entry->iteration ? entry->iteration->frame_nbytes(entry->index) : std::nullopt;
   const auto expected = by.expect(order.form, order.key, most_bytes);

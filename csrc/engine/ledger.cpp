@@ -28,12 +28,12 @@ const void* identity_of(const c10::VariableVersion& counter) {
 // edited part stays, because its sister may be edited while the storage is on its way.
 
 // [Note: Parts that nobody has saved yet]
-// What fills memory part after part need not count: numpy, a collective, a kernel of the user's
-// own. Autograd reads a part in place, whenever it was filled, but a storage that left took along
-// what was there then. So a part that nothing had saved by then is not taken for what left, unless
-// the same node saves it, in one go with the others; it stays. This is asked of memory that no
-// operator made (an empty tensor, an array): results of operators are complete when they are first
-// saved.
+// Memory may be filled part after part without an edit being counted: by numpy, a collective, a
+// kernel of the user's own. Autograd reads a part in place, whenever it was filled, but a storage
+// that left took along what was there then. So a part that nothing had saved by then is not taken
+// for what left, unless the same node saves it, in one go with the others; it stays. This is asked
+// of memory that no operator made (an empty tensor, an array): results of operators are complete
+// when they are first saved.
 
 void Ledger::remember(const SavedView& view, const KnownPtr& known) {
   known_.insert_or_assign(view.storage_key(),

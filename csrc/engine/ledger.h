@@ -18,7 +18,7 @@
 
 namespace memswap {
 
-// Whoever stands for a storage that is known: an Entry (entry.h), or a Stay. Owned by handles.
+// An object that stands for a storage: an Entry (entry.h), or a Stay. Owned by handles.
 class Known {
  public:
   Known() = default;

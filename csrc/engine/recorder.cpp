@@ -191,9 +191,9 @@ size_t Recorder::unit_number(std::string_view unit) {
   return found->second;
 }
 
-// What the graph has let go of since the last mark. An operator that saved several storages asks
-// for one after another and uses them together. A graph that is retained, or the frame of a
-// checkpoint region, has them for longer.
+// Notices which storages the graph has let go of since the last mark. An operator that saved
+// several storages asks for one after another and uses them together. A graph that is retained, or
+// the frame of a checkpoint region, has them for longer.
 void Recorder::look_at_served() {
   const int32_t mark = next_mark();
   std::erase_if(served_, [&](size_t index) {
@@ -213,7 +213,7 @@ void Recorder::look_at_served() {
   });
 }
 
-// Which storages the forward has let go of since the last mark.
+// Notices which storages the forward has let go of since the last mark.
 void Recorder::look() {
   const int32_t mark = next_mark();
   const std::unordered_set<size_t> owned = owned_by_sends();
@@ -226,7 +226,8 @@ void Recorder::look() {
       return true;
     }
     const bool sends = owned.contains(index);
-    // What was just taken, handles of what stayed, its send, and an encode that waits for a window.
+    // Ours are: the reference just taken, handles of a tensor that stayed, the storage's send, and
+    // an encode that waits for a window.
     const int64_t ours = 1 + entry->keeps + (sends ? 1 : 0) + (entry->storage ? 1 : 0);
     const bool held = static_cast<int64_t>(storage->storage.use_count()) > ours;
     if (held) {

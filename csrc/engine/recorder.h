@@ -99,7 +99,7 @@ class Recorder {
   std::optional<IterationRecord> take() const;
 
  private:
-  // What is seen of a storage after it was saved. Its place here is its index in the iteration, and
+  // One storage after its save. Its place here is its index in the iteration, and
   // the number of its mark.
   struct Seen {
     std::weak_ptr<Entry> entry;

@@ -138,7 +138,8 @@ SaveResult Engine::save_again(const Offer& offer, const KnownPtr& known) {
   return {leaves, known};
 }
 
-// What is known of a storage, or decided about a new one.
+// A storage without a plan: the entry that stands for it already, or what is decided about a new
+// one.
 SaveResult Engine::look_up(const Offer& offer, const FoundRecipe& recipe) {
   const SavedView& view = offer.view;
   const Ledger::Found found = ledger.find(view);
@@ -191,7 +192,7 @@ const TransfersPtr& Engine::transfers_from(c10::Device device) {
   return devices_.emplace_back(device, host->open(*this, device)).second;
 }
 
-// What a policy that names no action means for a device.
+// The action of a policy that names none: the one that suits the device.
 Action Engine::default_action(const Transfers& by) {
   if (by.policy.action != Action::kRecompute) {
     return by.policy.action;
@@ -288,7 +289,7 @@ SaveResult Engine::admit(const Offer& offer, const TransfersPtr& by, Decision de
   return made;
 }
 
-// What is there with a save ([Note: Held at the peak]).
+// Tells the iteration how many bytes are there with a save ([Note: Held at the peak]).
 void Engine::note_save(const Entry& entry, bool stays) {
   int64_t frame_nbytes = 0;
   if (stays) {

@@ -23,8 +23,8 @@ namespace memswap {
 
 class Entry;
 
-// What a storage is sent as: its bytes in a block of a pool, or a frame, on the device or in a
-// pool. (What becomes a recipe is not sent.)
+// How a storage is sent: as raw bytes in a block of a pool, or as a frame, on the device or in a
+// pool. (A storage that becomes a recipe is not sent.)
 enum class Form : uint8_t { kBlock, kFrame, kPooledFrame };
 
 // Why a storage was not sent: the reason in the statistics, and in words for the user, where there
@@ -38,7 +38,7 @@ struct Refused {
 // for nothing. The engine's lock serialises the calls.
 class Transfers {
  public:
-  // Who opens what storages of the device are sent by.
+  // Opens the senders of one device.
   class Opener {
    public:
     Opener() = default;
@@ -54,7 +54,7 @@ class Transfers {
     virtual void begin(int64_t leaving_bytes, int64_t nbytes) = 0;
   };
 
-  // What suits the device.
+  // The actions that suit the device.
   struct Policy {
     Action action = Action::kSwap;          // where nobody names one
     Action without_recipe = Action::kSwap;  // of what was to be recomputed, and has no recipe
@@ -105,7 +105,7 @@ class Transfers {
   std::optional<Leaving> encode(Form form, const StorageRefPtr& storage, Expectation expectation,
                                 std::weak_ptr<Entry> entry = {});
 
-  // What an encoder has found out.
+  // An encoder's report.
   struct Encoded {
     int64_t nbytes, frame_nbytes;  // of the storage, of its frame
     std::weak_ptr<Entry> entry;
@@ -119,7 +119,7 @@ class Transfers {
   }
   size_t awaited_reports() const { return awaited_.size(); }
 
-  // What is saved now leaves later, perhaps while another stream is current.
+  // Storages that are saved now leave later, perhaps while another stream is current.
   void meet_stream(Form form) {
     if (!works_ahead()) {
       return;

@@ -14,7 +14,7 @@ namespace memswap {
 
 namespace {
 
-// What an encode frees of a tensor of which no frame has been seen.
+// The share that an encode is expected to free of a tensor of which no frame has been seen.
 constexpr double kFirstGain = 1.0 / 3;
 
 c10::Stream current_stream(c10::Device device) {

@@ -27,7 +27,7 @@ class Windows final : private WindowQueue::Work {
   // An operator of so many seconds is about to be launched on the current stream. Nothing where the
   // thread is in an explicit window: whoever opened it has counted what is inside.
   void open(double seconds);
-  // The same for several operators, up to `leave`, which the thread calls.
+  // The window of several operators, up to `leave`, which the thread calls.
   void enter(double seconds);
   void leave();
   // Whether the thread is in an explicit window.
