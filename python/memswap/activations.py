@@ -18,11 +18,10 @@ from memswap.engine.autograd import in_backward
 from memswap.engine.compiled import uncompiled
 from memswap.engine.engine import Engine
 from memswap.engine.hook_scope import HookScope, OpenBlocks, current_scope
-from memswap.engine.stats import Stats
+from memswap.engine.stats import Stats, WindowStats
 from memswap.engine.transfers import check_pool
 from memswap.engine.uncopied import Uncopied
 from memswap.engine.units import format_bytes, parse_bytes
-from memswap.engine.windows import WindowStats
 from memswap.errors import MemswapError
 from memswap.hooks.blocks import LISTS, Blocks, compiles_what_it_wraps, find_blocks
 from memswap.hooks.managed import Counted, Managed, Report

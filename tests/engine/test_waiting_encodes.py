@@ -20,7 +20,7 @@ import memswap
 from memswap import Action, Policy, Windows
 from memswap.engine.engine import Engine
 from memswap.engine.hook_scope import HookScope
-from memswap.engine.windows import WindowStats
+from memswap.engine.stats import WindowStats
 
 pytestmark = pytest.mark.usefixtures("every_tensor_is_encoded")
 

@@ -15,9 +15,8 @@ from memswap.engine import recipes
 from memswap.engine.action import TensorInfo
 from memswap.engine.compiled import uncompiled_methods
 from memswap.engine.pools import PAGEABLE, Endurance
-from memswap.engine.stats import Stats, snapshot
+from memswap.engine.stats import Stats, WindowStats, snapshot
 from memswap.engine.transfers import OpenTransfers
-from memswap.engine.windows import WindowStats
 
 if TYPE_CHECKING:
     from memswap.engine.action import Action, Decider

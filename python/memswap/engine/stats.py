@@ -74,6 +74,33 @@ class Stats:
         return self.encoded_bytes / self.frame_bytes if self.frame_bytes else 1.0
 
 
+@dataclass(frozen=True, slots=True)
+class WindowStats:
+    """What became of the work that waited for windows (csrc/engine/window_queue.h).
+
+    Bytes are bytes of storages.
+    """
+
+    windows: int = 0
+    """Windows that were opened."""
+    window_s: float = 0.0
+    """Seconds that they promised."""
+    encoded_in_windows: int = 0
+    encoded_bytes: int = 0
+    started_at_bound: int = 0
+    """Encodes started outside windows because too many bytes waited."""
+    started_at_end: int = 0
+    """Encodes started at the end of a forward."""
+    kept_storages: int = 0
+    """Storages whose encode had not been started when backward began, or that found no room."""
+    kept_bytes: int = 0
+    decoded_in_windows: int = 0
+    decoded_ahead: int = 0
+    """Decodes started outside windows because backward was close."""
+    pending_bytes: int = 0
+    """Bytes that wait now."""
+
+
 def snapshot(ledger: Ledger, recipes: Recipes | None = None) -> Stats:
     """What an engine has counted by now (csrc/engine/ledger.h), and its recipes, if it has some."""
     kept = {reason: Count(*count) for reason, count in sorted(ledger.kept.items())}

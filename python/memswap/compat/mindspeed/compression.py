@@ -47,8 +47,7 @@ from memswap.windows import parse_layers
 if TYPE_CHECKING:
     from memswap._C import Iteration, Span
     from memswap.engine.handle import Handle
-    from memswap.engine.stats import Stats
-    from memswap.engine.windows import WindowStats
+    from memswap.engine.stats import Stats, WindowStats
 
 
 class ContextState(enum.Enum):
