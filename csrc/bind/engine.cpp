@@ -6,7 +6,6 @@
 #include "bind.h"
 #include "engine/batch.h"
 #include "engine/recipe_host.h"
-#include "engine/saved_tensor.h"
 #include "engine/windows.h"
 
 namespace memswap {

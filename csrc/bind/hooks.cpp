@@ -12,7 +12,6 @@
 #include "engine/batch.h"
 #include "engine/engine.h"
 #include "engine/operator_log.h"
-#include "engine/saved_tensor.h"
 #include "storage/in_flight.h"
 
 namespace memswap {

@@ -1,7 +1,6 @@
 #include "recipe_host.h"
 
 #include "iteration.h"
-#include "saved_tensor.h"
 #include "storage/lend.h"
 #include "work/without_gil.h"
 

@@ -83,7 +83,7 @@ class Parts:
         return tensor
 
 
-#: The native one is a share of an entry, or a tensor that stays (csrc/engine/saved_tensor.h).
+#: The native one is a share of an entry, or a tensor that stays (csrc/engine/entry.h).
 Handle = native.Handle | Later | Passed | Parts
 
 

@@ -13,7 +13,6 @@
 #include <vector>
 
 #include "engine/engine.h"
-#include "engine/saved_tensor.h"
 #include "lane/worker_lane.h"
 #include "pool/host_slabs.h"
 #include "pool/pool.h"
