@@ -1,4 +1,4 @@
-"""What the engine asks about a tensor that autograd saves, and about the moment."""
+"""Questions about a tensor that autograd saves, and about the moment."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def computed_from(tensors: Iterable[torch.Tensor], first: int, end: int) -> bool
 
 
 def arrived(tensor: torch.Tensor) -> torch.Tensor:
-    """What a functional collective gives, once it is there; any other tensor as it is.
+    """The result of a functional collective, once it is there; any other tensor as it is.
 
     The AsyncCollectiveTensor of torch.distributed (a DTensor may have one inside) waits when an
     operator uses it. Autograd saves it before the operator runs, and its memory would be sent while

@@ -7,7 +7,7 @@ from memswap._native import native
 #: What one block of a group saved (csrc/engine/batch.h).
 Batch = native.Batch
 
-#: What a batch was told last.
+#: The call that a batch had last.
 Phase = native.Phase
 
 #: Storages of a batch of more bytes travel alone, and most bytes that travel together:

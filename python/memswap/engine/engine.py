@@ -64,7 +64,7 @@ class Engine(native.Engine):
 
     @property
     def policy(self) -> Decider:
-        """Who decides which saved tensors move. What needs no question is native data."""
+        """Who decides which saved tensors move. All but a function of the user's is native data."""
         return self._policy
 
     @policy.setter
@@ -92,7 +92,7 @@ class Engine(native.Engine):
     # --- the life of an iteration -----------------------------------------------------------------
 
     def begin_iteration(self) -> None:
-        """What is saved from now on belongs to a new forward. (A batch is one by itself.)"""
+        """A new forward begins, and saves from now on. (A batch is one by itself.)"""
         if self._in_batches:
             return
         with self.lock:
@@ -136,7 +136,7 @@ class Engine(native.Engine):
             self._of_windows().open(seconds)
 
     def enter_window(self, seconds: float) -> None:
-        """The same for several operators, up to :meth:`leave_window`, which the thread calls."""
+        """Several operators are about to be launched, up to the thread's :meth:`leave_window`."""
         with self.lock:
             self._of_windows().enter(seconds)
 
@@ -209,11 +209,11 @@ class Engine(native.Engine):
         self.ledger.set_reserved(sum(room or 0 for room in rooms))
 
     def open_transfers(self) -> list[Transfers]:
-        """Those of the devices that were seen so far."""
+        """The transfers of the devices that were seen so far."""
         return self._transfers.all()
 
     def describe_pools(self) -> list[str]:
-        """What was taken of host memory or of a disk, and of the life of its drive."""
+        """The host memory and the disk that were taken, and how much of a drive's life."""
         pools = {id(one.pool): one.pool for one in self.open_transfers() if one.copies}
         lines = [one.describe() for one in pools.values()]
         lines += [line for one in self.open_transfers() for line in one.describe_overflow()]
@@ -229,7 +229,7 @@ class Engine(native.Engine):
     def decide(
         self, tensor: torch.Tensor, unit: str, nbytes: int, storage_nbytes: int
     ) -> Action | None:
-        """What the policy's function says of a new storage; None: what suits the device.
+        """The action that the policy's function names for a storage; None: what suits the device.
 
         Args:
             tensor: that is saved.
@@ -240,7 +240,7 @@ class Engine(native.Engine):
         return self.policy.decide(tensor, TensorInfo(unit, nbytes, storage_nbytes))
 
     def transfers(self, device: torch.device) -> Transfers | None:
-        """What storages of a device leave by, opened when it is first asked for; None: they stay.
+        """The transfers of a device, opened when they are first asked for; None: its storages stay.
 
         Native code asks once for each device.
         """

@@ -124,7 +124,7 @@ class HookScope(native.HookScope):
             self.recipes.enter()
 
     def leave(self, output: object = None) -> None:
-        """What this is for ends: take the hooks off."""
+        """The block or the call ends: take the hooks off."""
         uninstall_interrupted(self)
         self.uninstall()
         if self.waiting is not None:
@@ -160,7 +160,7 @@ class HookScope(native.HookScope):
         return is_frozen_parameter(tensor)
 
     def or_outer(self, tensor: torch.Tensor, handle: Handle) -> Handle:
-        """What stays goes to the outer hooks if there are any (see [Note: Composition])."""
+        """Hand a tensor that stays to the outer hooks, if there are any ([Note: Composition])."""
         if self.outer is None or type(handle) is not native.Handle or not handle.stays:
             return handle
         pack_hook, unpack_hook = self.outer

@@ -36,7 +36,7 @@ TRIM_AT = (5, 10)
 
 
 def default_action(device: torch.device, pool: Pool | None) -> Action:
-    """What a policy that names no action means for a device.
+    """The action of a policy that names none, for a device.
 
     What a processor would encode it rather recomputes, which takes less time and no bytes at all; a
     storage without a proven recipe is encoded.
@@ -46,7 +46,7 @@ def default_action(device: torch.device, pool: Pool | None) -> Action:
 
 
 def action_without_recipe(device: torch.device, pool: Pool | None) -> Action:
-    """What becomes of a storage of a device that has no recipe.
+    """The action for a storage of a device that has no recipe.
 
     An accelerator's bytes go to the host. A processor has no larger memory of that speed behind its
     own, so its bytes become frames, unless somebody named a file for them.
@@ -85,7 +85,7 @@ def check_pool(pool: Pool | None, device: torch.device | None = None) -> None:
 
 
 def no_pool(found: object) -> str:
-    """What to say of something that is no pool."""
+    """The message about an argument that is no pool."""
     said = (
         f"pool={found!r}: found {type(found).__name__}, expected a memswap.HostPool, a "
         "memswap.DiskPool or None"
@@ -150,11 +150,11 @@ class Transfers(native.Transfers):
         self.works_ahead = device.type != "cpu"
         #: Whether a stream of this device may be capturing a graph.
         self.captures = device.type == "cuda"
-        #: What a policy without an action of its own means here.
+        #: The action of a policy that names none.
         self.default_action = default_action(device, pool)
-        #: The same for a storage that was to be recomputed and has no recipe.
+        #: The action for a storage that was to be recomputed and has no recipe.
         self.without_recipe = action_without_recipe(device, pool)
-        #: What is expected of frames.
+        #: How long frames are expected to be.
         self.expectations = open_expectations(device)
         super().__init__(
             device,
@@ -166,11 +166,11 @@ class Transfers(native.Transfers):
         )
 
     def open_blocks(self) -> native.BlockSender:
-        """What sends storages as raw bytes: asked for when the first one leaves."""
+        """The sender of raw bytes: native code asks when the first storage leaves so."""
         return native.BlockSender(self.lane, self.pool.native)
 
     def open_frames(self, form: native.Form) -> native.FrameSender | None:
-        """The same for frames, of each form; None where no codec serves the device."""
+        """The sender of frames, of each form; None where no codec serves the device."""
         if native.codec_name(self.device) is None:
             return None
         if form is native.Form.FRAME:
@@ -271,7 +271,7 @@ class Transfers(native.Transfers):
                 lane.set_arena_budget(arena_budget(self._iteration_bytes))
 
     def describe_overflow(self) -> list[str]:
-        """What was taken of host memory for frames that turn out longer than expected."""
+        """The host memory that was taken for frames that turn out longer than expected."""
         pool = self._overflow_pool
         if pool is None or not pool.statistics().reserved_bytes:
             return []
@@ -297,7 +297,7 @@ class Transfers(native.Transfers):
             self._overflow_pool.trim()
 
     def take_failure(self) -> str:
-        """What a file said that could not take bytes, once; they are in host memory then."""
+        """The error of a file that could not take bytes, once; they are in host memory then."""
         return take_failure(self._lane)
 
     def take_pageable(self) -> str:
@@ -335,7 +335,7 @@ class Transfers(native.Transfers):
 
 
 class OpenTransfers:
-    """Those of one engine, opened when a device is first seen. Engines share none of them."""
+    """The transfers of one engine, opened when a device is first seen. Engines share none."""
 
     def __init__(self, pool: Pool | None) -> None:
         self._pool = pool
@@ -343,7 +343,7 @@ class OpenTransfers:
         self._transfers: dict[torch.device, Transfers | None] = {}
 
     def to(self, device: torch.device) -> Transfers | None:
-        """Those of ``device``, or None where its storages stay.
+        """The transfers of ``device``, or None where its storages stay.
 
         Without a pool of the user's, storages in host memory stay wherever an accelerator is
         present: there, host memory is where others are swapped to.
