@@ -127,7 +127,11 @@ TEST_F(Engines, WithoutRoomATensorStaysAndThatIsToldOnce) {
   for (int times = 0; times < 3; ++times) {
     handles.push_back(save(saved_bytes(1, 2 * kHostBytes)));
     EXPECT_FALSE(handles.back().saved.moves);
+    const auto entry = std::static_pointer_cast<Entry>(handles.back().saved.known);
+    EXPECT_EQ(entry->state(), State::kResident);
+    EXPECT_EQ(entry->away(), nullptr);
   }
+  EXPECT_EQ(engine->ledger.counters.moved_storages, 0);
   EXPECT_EQ(engine->ledger.kept().at("pool").tensors, 3);
   ASSERT_EQ(told.size(), 1u);
   EXPECT_NE(told[0].find("stays on cpu"), std::string::npos) << told[0];

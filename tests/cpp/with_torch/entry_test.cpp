@@ -189,19 +189,6 @@ TEST_F(Entries, AnEntryThatIsGoneIsFoundByNobody) {
   EXPECT_EQ(ledger.counters.resident_bytes, 0);
 }
 
-TEST_F(Entries, ASenderWithoutRoomChangesNothing) {
-  const at::Tensor tensor = full_of(1);
-  const EntryPtr entry = entry_of(tensor);
-  BlockSender full(
-      std::make_shared<WorkerLane>(0, kPoolBytes),
-      std::make_shared<Pool>(std::make_shared<BudgetedSlabs>(std::make_shared<OrdinarySlabs>(), 0),
-                             PoolOptions{.slab_bytes = kPoolBytes, .alignment = 512}));
-  EXPECT_FALSE(full.send(storage_of(tensor)));
-  EXPECT_EQ(entry->state(), State::kResident);
-  EXPECT_EQ(entry->away(), nullptr);
-  EXPECT_EQ(ledger.counters.moved_storages, 0);
-}
-
 TEST_F(Entries, WhatStaysIsCountedOnceForAsLongAsItIsKnown) {
   const at::Tensor tensor = full_of(1);
   std::shared_ptr<Stay> stay = Stay::make({engine, &ledger}, look_at(tensor));
