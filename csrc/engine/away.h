@@ -45,7 +45,7 @@ class AwayForm {
   // Whether bytes can be on their way back before they are needed.
   virtual bool works_ahead() const = 0;
 
-  // Whether the device's processors alone bring them back, no link: beside an operator, it is best.
+  // Whether they are decoded where they are, without a link: that is best done beside an operator.
   virtual bool decodes() const { return false; }
 
   // Whether the storage may be gone before its bytes are in this form for sure.
@@ -57,7 +57,7 @@ class AwayForm {
   // How many operators have to run one after another for that.
   virtual int depth() const { return 0; }
 
-  // The lane that the storage alone was sent by; nullptr: none.
+  // The lane by which the storage was sent; nullptr: none, or as a part of something longer.
   virtual AnyLanePtr sent_by() const { return nullptr; }
 
   // The resource that has run out where a send into this form fails: a reason in the statistics

@@ -1,5 +1,5 @@
-// Entry: one saved storage that may leave, however many views and operators saved it; and
-// SavedTensor, one of these saves.
+// Entry: one saved storage that may leave, however many views and operators saved it; its states;
+// and SavedTensor, one of these saves.
 #pragma once
 
 #include <ATen/core/Tensor.h>

@@ -99,8 +99,8 @@ class Recorder {
   std::optional<IterationRecord> take() const;
 
  private:
-  // One storage after its save. Its place here is its index in the iteration, and
-  // the number of its mark.
+  // One storage after its save. Its place here is its index in the iteration, and the number of its
+  // mark.
   struct Seen {
     std::weak_ptr<Entry> entry;
     std::optional<int32_t> held_until;

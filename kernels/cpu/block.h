@@ -75,10 +75,9 @@ using EncodeBlocks = void (*)(const EncodeParams& params, const void* elements, 
 // to nothing, and an address outside of all memory does no harm.
 //
 // Whether that pays is the processor's own. AMD's decode 64 MiB up to 1.6 times as fast by it. On
-// Intel's (with AMX) it costs: without it decodes are 1.08 to 1.10 times as fast with AVX-512, 1.04
-// times with AVX2, encodes 1.02 times (medians over 19 kinds of tensors), and a plain copy around
-// the caches, on huge pages as well, up to 1.3 times. Asking nearer by, for a page's last line, or
-// by prefetchw or prefetchnta was no better than this.
+// Intel's (with AMX) it costs: without it decodes with AVX-512 are up to 1.19 times as fast, 1.08
+// times in the median of 22 kinds of tensors (docs/benchmarks.md). Asking nearer by, for a page's
+// last line, or by prefetchw or prefetchnta was no better than this.
 inline constexpr uintptr_t kPageBytes = 4096;
 inline constexpr uintptr_t kTouchBytes = 4 * kPageBytes;  // how far ahead. Measured
 
