@@ -7,6 +7,7 @@ import math
 import struct
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ from memswap.cli.corpus import Batches, read_corpus
 from memswap.cli.gpt import GPT
 from memswap.cli.table import format_ratio, format_seconds, render_table
 from memswap.cli.training import TrainingConfig, TrainingResult
+from memswap.cli.turns import train_in_turns
 from memswap.engine.units import format_bytes
 from warm_python import warm_python
 
@@ -33,10 +35,27 @@ def run_memswap(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
 
 
+IN_ONE_PROCESS = """
+import sys
+from memswap.__main__ import main
+from memswap.cli import demo
+from memswap.cli.training import Training
+
+def train(config):
+    training = Training(config)
+    training.begin()
+    for _ in range(config.steps):
+        training.step()
+    return training.finish()
+
+demo.train_in_turns = lambda configs: {title: train(one) for title, one in configs.items()}
+sys.exit(main(ARGUMENTS))
+"""
+
+
 def run_demo_in_one_process(*arguments: str) -> subprocess.CompletedProcess[str]:
     """The demo, whose trainings have processes of their own otherwise; each imports torch."""
-    program = "import sys; from memswap.__main__ import main; from memswap.cli import demo; "
-    program += f"demo.train_apart = demo.train; sys.exit(main({['demo', *arguments]!r}))"
+    program = IN_ONE_PROCESS.replace("ARGUMENTS", repr(["demo", *arguments]))
     return warm_python().run(program, timeout_s=300)
 
 
@@ -152,8 +171,8 @@ def test_one_wrong_bit_in_one_gradient_fails_the_demo(
     wrong[1]["bias"] = wrong[1]["bias"].clone()
     wrong[1]["bias"][3] = -0.0
     plain = run_with_gradients(right)
-    results = {"plain": plain, "memswap, frames": plain, "memswap, auto": run_with_gradients(wrong)}
-    monkeypatch.setattr(demo, "train_apart", lambda config, title: results[title])
+    results = {"plain": plain, "frames": plain, "recipes, frames": run_with_gradients(wrong)}
+    monkeypatch.setattr(demo, "train_in_turns", lambda configs: dict(results))
     file = tmp_path / "demo.json"
     parser = demo.argparse.ArgumentParser()
     demo.add_arguments(parser)
@@ -168,7 +187,7 @@ def test_one_wrong_bit_in_one_gradient_fails_the_demo(
     assert content["identical"] is False
     assert content["differences"] == [{"step": 2, "name": "bias"}]
 
-    results["memswap, auto"] = results["plain"]
+    results["recipes, frames"] = results["plain"]
     assert demo.run(parser.parse_args(options)) == 0
 
 
@@ -177,12 +196,12 @@ def test_gradients_that_were_not_compared_are_not_counted(
 ) -> None:
     plain = run_with_gradients([{"weight": torch.ones(2)}] * demo.PLANNED_STEPS)
 
-    def train(config: TrainingConfig, title: str) -> TrainingResult:
-        if title.startswith("budget"):
+    def train(configs: Mapping[str, TrainingConfig]) -> dict[str, TrainingResult]:
+        if any(config.budget is not None for config in configs.values()):
             raise memswap.BudgetError("too small", 1)
-        return plain
+        return dict.fromkeys(configs, plain)
 
-    monkeypatch.setattr(demo, "train_apart", train)
+    monkeypatch.setattr(demo, "train_in_turns", train)
     parser = demo.argparse.ArgumentParser()
     demo.add_arguments(parser)
     options = ["--device", "cpu", "--picture", str(tmp_path)]
@@ -191,6 +210,26 @@ def test_gradients_that_were_not_compared_are_not_counted(
     assert f"all {2 * demo.PLANNED_STEPS} gradients" in capsys.readouterr().out
     assert demo.run(parser.parse_args([*options, "--steps", "1"])) == 0
     assert "no picture: nothing was planned (--steps 1" in capsys.readouterr().out
+
+
+def test_steps_are_compared_with_those_beside_them() -> None:
+    plain = TrainingResult(step_s=[9.0, 1.0, 1.0, 2.0, 1.0, 4.0, 1.0])
+    slower = TrainingResult(step_s=[9.0, 3.0, 3.0, 6.0, 1.1, 4.4, 1.2])
+    assert slower.step_ratio(plain) == pytest.approx(1.1), "of the steps after those that learn"
+    assert slower.step_ratio(plain, learning=True) == 3.0
+    assert (plain.median_step_s(), plain.median_step_s(learning=True)) == (1.0, 1.0)
+    short = TrainingResult(step_s=[9.0, 2.0, 2.0])
+    assert short.median_step_s() == 2.0, "a first step warms up"
+    assert TrainingResult(step_s=[9.0]).median_step_s() == 9.0
+
+
+def test_what_a_training_raises_in_its_process_is_raised_here() -> None:
+    config = TrainingConfig(
+        device="cpu", steps=6, layers=2, hidden=64, heads=2, sequence=64, batch=4, dtype="fp32",
+        seed=0, policy="auto", pool_dir=None, budget=1,
+    )  # fmt: skip
+    with pytest.raises(memswap.BudgetError, match="budget"):
+        train_in_turns({"managed": config})
 
 
 def nan_with_payload(payload: int) -> torch.Tensor:

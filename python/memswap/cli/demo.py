@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing
-import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +20,8 @@ from memswap.cli.model_options import add_model_arguments, check_device
 from memswap.cli.plan import Planned
 from memswap.cli.report import write_report
 from memswap.cli.table import format_ratio, format_seconds, render_table
-from memswap.cli.training import TrainingConfig, TrainingResult, train
+from memswap.cli.training import LEARNING_STEPS, TrainingConfig, TrainingResult
+from memswap.cli.turns import train_in_turns
 from memswap.engine.units import format_bytes
 from memswap.planning.planner import make_plan
 
@@ -90,17 +88,17 @@ def config_from(arguments: argparse.Namespace) -> TrainingConfig:
     )
 
 
-def train_apart(config: TrainingConfig, title: str) -> TrainingResult:
-    """Train in a process of its own, so that the peak of its memory is its own."""
-    # Left to itself the GNU C library keeps what was freed, in pieces, and the peak of a process
-    # says little about what it used. With a fixed threshold freed blocks go back to the system.
-    os.environ.setdefault("MALLOC_MMAP_THRESHOLD_", str(256 << 10))
-    # OpenMP's threads spin while they wait for each other, which on a busy machine takes the cores
-    # from the threads they wait for: a step then lasts several times as long.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    spawn = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(max_workers=1, mp_context=spawn) as executor:
-        return executor.submit(train, config, title).result()
+def train_all(configs: Mapping[str, TrainingConfig]) -> dict[str, TrainingResult]:
+    """Train all configurations: on a CPU, whose other work comes and goes, a step of each in turn;
+    on an accelerator, whose memory is what is scarce, one after the other."""
+    if all(takes_turns(config) for config in configs.values()):
+        return train_in_turns(configs)
+    return {title: train_in_turns({title: one})[title] for title, one in configs.items()}
+
+
+def takes_turns(config: TrainingConfig) -> bool:
+    """Whether all runs live at the same time."""
+    return config.device == "cpu"
 
 
 def steps_table(
@@ -146,12 +144,15 @@ def cost_table(plain: TrainingResult, runs: Mapping[str, TrainingResult]) -> str
                 if other is not None
             ]
             rows.append([title, format_bytes(one), *found])
-    plain_s = plain.median_step_s
-    times = [
-        f"{format_seconds(run.median_step_s)}, {format_ratio(run.median_step_s, plain_s)}"
-        for run in runs.values()
-    ]
-    rows.append(["step, median", format_seconds(plain_s), *times])
+    times = {"step, median": False}
+    if len(plain.step_s) > LEARNING_STEPS:
+        times[f"  of steps 2 to {LEARNING_STEPS}, which learn recipes"] = True
+    for title, learning in times.items():
+        found = [
+            f"{format_seconds(run.median_step_s(learning))}, {run.step_ratio(plain, learning):.2f}x"
+            for run in runs.values()
+        ]
+        rows.append([title, format_seconds(plain.median_step_s(learning)), *found])
     same = [
         "not identical" if differing_gradients(plain.gradients, run.gradients) else "identical"
         for run in runs.values()
@@ -209,11 +210,12 @@ def as_json(
         "config": asdict(config),
         "identical": not differences,
         "differences": [difference._asdict() for difference in differences],
-        "step_time_ratio": managed.median_step_s / plain.median_step_s,
-        "plain": {**asdict(plain), "median_step_s": plain.median_step_s},
-        "managed": {**asdict(managed), "median_step_s": managed.median_step_s},
+        "step_time_ratio": managed.step_ratio(plain),
+        "plain": {**asdict(plain), "median_step_s": plain.median_step_s()},
+        "managed": {**asdict(managed), "median_step_s": managed.median_step_s()},
         "runs": {
-            name: {**asdict(run), "median_step_s": run.median_step_s} for name, run in runs.items()
+            name: {**asdict(run), "median_step_s": run.median_step_s()}
+            for name, run in runs.items()
         },
     }
 
@@ -252,8 +254,9 @@ def show_plan(
     """
     budget = int(share * plain.stats["peak_resident_bytes"])
     under = replace(config, budget=budget, steps=PLANNED_STEPS)
+    title = f"budget {share:.0%}"
     try:
-        planned = train_apart(under, f"budget {share:.0%}")
+        planned = train_all({title: under})[title]
     except memswap.BudgetError as error:
         print(f"\nno plan: {error}")
         return None
@@ -277,12 +280,13 @@ def run(arguments: argparse.Namespace) -> int:
         f"{config.dtype}, seed {config.seed}",
         flush=True,
     )
-    plain = train_apart(replace(config, policy=None), "plain")
-    runs = {}
+    managed_title = "managed"
+    configs = {"plain": replace(config, policy=None)}
     if recomputes_by_default(config):
-        runs["frames"] = train_apart(replace(config, policy="encode"), "memswap, frames")
-    managed = train_apart(config, f"memswap, {config.policy}")
-    runs["recipes, frames" if runs else "managed"] = managed
+        configs["frames"] = replace(config, policy="encode")
+        managed_title = "recipes, frames"
+    runs = train_all({**configs, managed_title: config})
+    plain, managed = runs.pop("plain"), runs[managed_title]
     differences = [
         one for run in runs.values() for one in differing_gradients(plain.gradients, run.gradients)
     ]
@@ -296,14 +300,14 @@ def run(arguments: argparse.Namespace) -> int:
     print("\n" + account_table(stats))
     if stats["moved_storages"]:
         print(f"\naway form: {managed.away_form}", end="")
+    turns = ", and took\nits steps in turn with the others" if takes_turns(config) else ""
     print(
-        "\n"
-        f"returned when backward asked, not ahead of it: {stats['stalls']}; host time waiting: "
+        f"\nreturned when backward asked, not ahead of it: {stats['stalls']}; host time waiting: "
         f"{format_seconds(stats['exposed_wait_s'])}\n"
         "Saved activations are those of the managed layers, frames on the device included; the "
         "plain run's were\ncounted in one more step, untimed, in which memswap looked on and kept "
         "everything. Each run was\na process of its own, with MALLOC_MMAP_THRESHOLD_ set so that "
-        "freed memory leaves it."
+        f"freed memory leaves it{turns}."
     )
     compared = len(runs) * sum(map(len, plain.gradients))
     if share is not None and config.steps >= PLANNED_STEPS and config.policy != "keep":

@@ -1,12 +1,10 @@
-"""One training run of the demo, in the process that calls it, with everything it measured."""
+"""One training run of the demo, a step at a time, with everything it measured."""
 
 from __future__ import annotations
 
 import os
 import statistics
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,7 +19,6 @@ from memswap.cli.measure import (
     settle_math_library,
     stats_as_dict,
 )
-from memswap.cli.progress import ProgressBar
 from memswap.planning.step import Step
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -92,27 +89,21 @@ class TrainingResult:
     plan: str = ""
     learnt: tuple[Step, memswap.Rates] | None = None
 
-    @property
-    def median_step_s(self) -> float:
-        """Median of the steps after the first, which warms up allocators and caches."""
-        return statistics.median(self.step_s[1:] or self.step_s)
+    def median_step_s(self, learning: bool = False) -> float:
+        """Median time of a step, in seconds: of those that learn, or of those after them."""
+        return statistics.median(_counted(self.step_s, learning))
+
+    def step_ratio(self, plain: TrainingResult, learning: bool = False) -> float:
+        """How many times as long as the plain run's a step took: the median over the same steps."""
+        ratios = [one / other for one, other in zip(self.step_s, plain.step_s, strict=True)]
+        return statistics.median(_counted(ratios, learning))
 
 
-@contextmanager
-def manage_layers(model: GPT, config: TrainingConfig, result: TrainingResult) -> Iterator[Any]:
-    """Put memswap on the model's layers, as the configuration says, and note the away form."""
-    action = None if config.policy == "auto" else memswap.Action(config.policy)
-    pool = None if config.pool_dir is None else memswap.DiskPool(config.pool_dir)
-    on_cpu = config.device.startswith("cpu")
-    if action is None:
-        recomputes = on_cpu and pool is None
-        action = memswap.Action.RECOMPUTE if recomputes else memswap.Action.SWAP
-    result.away_form = describe_away(action, on_cpu)
-    # Under a budget the planner chooses among all actions, unless one was asked for.
-    free = config.budget is not None and config.policy == "auto"
-    policy = memswap.Policy(None if free else action)
-    with memswap.manage(model, policy, pool=pool, budget=config.budget) as manager:
-        yield manager
+def _counted(steps: list[float], learning: bool) -> list[float]:
+    """The steps of a run that a median is taken of. The first warms up allocators and caches."""
+    if learning:
+        return steps[1:LEARNING_STEPS]
+    return steps[LEARNING_STEPS:] or steps[1:] or steps
 
 
 def describe_away(action: memswap.Action, on_cpu: bool) -> str:
@@ -129,77 +120,114 @@ def describe_away(action: memswap.Action, on_cpu: bool) -> str:
     }[action]
 
 
-def train(config: TrainingConfig, title: str) -> TrainingResult:
-    """Train from the configuration's seed and measure.
+class Training:
+    """A model, its optimizer and its batches, and what is measured while they train.
 
-    Sets process-wide torch options (determinism, seed), so a process should train once.
+    It sets process-wide torch options (determinism, seed), so a process should hold one.
     """
-    # cuBLAS needs this before it starts, to be deterministic.
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(True)
-    # Determinism would also fill every empty tensor, which costs time and changes no result here.
-    torch.utils.deterministic.fill_uninitialized_memory = False
-    settle_math_library()
-    torch.manual_seed(config.seed)
 
-    device = torch.device(config.device)
-    batches = Batches(read_corpus(), config.batch, config.sequence, config.seed)
-    model = GPT(config.layers, config.hidden, config.heads, config.sequence).to(device)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
-    result = TrainingResult()
-    bar = ProgressBar(title, config.steps)
+    def __init__(self, config: TrainingConfig) -> None:
+        self._config = config
+        self._device = torch.device(config.device)
+        self._manager: Any = None
+        self._result = TrainingResult()
 
-    def synchronize() -> None:
-        if device.type != "cpu":
-            torch.accelerator.synchronize()
+    def begin(self) -> None:
+        """Make model and optimizer from the configuration's seed, and put memswap on them."""
+        # cuBLAS needs this before it starts, to be deterministic.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+        # Determinism would also fill every empty tensor, which takes time and changes no result.
+        torch.utils.deterministic.fill_uninitialized_memory = False
+        settle_math_library()
+        config = self._config
+        torch.manual_seed(config.seed)
 
-    def forward_and_backward() -> torch.Tensor:
-        tokens, targets = batches.draw(device)
-        lower = DTYPES[config.dtype]
+        self._batches = Batches(read_corpus(), config.batch, config.sequence, config.seed)
+        model = GPT(config.layers, config.hidden, config.heads, config.sequence)
+        self._model = model.to(self._device)
+        self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=LEARNING_RATE)
+        if config.policy is not None:
+            self._manage(config.policy)
+
+    def _manage(self, policy: str) -> None:
+        """Put memswap on the model, as the configuration says, and note the away form."""
+        config = self._config
+        action = None if policy == "auto" else memswap.Action(policy)
+        pool = None if config.pool_dir is None else memswap.DiskPool(config.pool_dir)
+        on_cpu = self._device.type == "cpu"
+        if action is None:
+            recomputes = on_cpu and pool is None
+            action = memswap.Action.RECOMPUTE if recomputes else memswap.Action.SWAP
+        self._result.away_form = describe_away(action, on_cpu)
+        # Under a budget the planner chooses among all actions, unless one was asked for.
+        free = config.budget is not None and policy == "auto"
+        chosen = memswap.Policy(None if free else action)
+        self._manager = memswap.manage(self._model, chosen, pool=pool, budget=config.budget)
+
+    def step(self) -> float:
+        """Train one step, and note what it took; return its loss."""
+        result, manager = self._result, self._manager
+        self._synchronize()
+        began = time.perf_counter()
+        loss = self._forward_and_backward()
+        self._synchronize()
+        elapsed_s = time.perf_counter() - began
+        result.losses.append(float(loss))
+        result.gradients.append(gradient_fingerprints(self._model))
+        began = time.perf_counter()
+        self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+        self._synchronize()
+        result.step_s.append(elapsed_s + time.perf_counter() - began)
+        if manager is not None:
+            done = len(result.losses)
+            manager.wait_for_plan()
+            if done == 1:
+                result.first_stats = stats_as_dict(manager.stats())
+            if done in (1, LEARNING_STEPS) and done < self._config.steps:
+                manager.reset_stats()
+                result.held_bytes = 0
+        return result.losses[-1]
+
+    def _forward_and_backward(self) -> torch.Tensor:
+        tokens, targets = self._batches.draw(self._device)
+        lower = DTYPES[self._config.dtype]
         # Every weight is used once: a cache of their casts would only hold them longer.
         lowers = lower != torch.float32
-        with torch.autocast(device.type, lower, enabled=lowers, cache_enabled=False):
-            loss = model(tokens, targets)
-        if manager is not None:
-            result.held_bytes = max(result.held_bytes, manager.stats().resident_bytes)
+        with torch.autocast(self._device.type, lower, enabled=lowers, cache_enabled=False):
+            loss = self._model(tokens, targets)
+        if self._manager is not None:
+            held_bytes = self._manager.stats().resident_bytes
+            self._result.held_bytes = max(self._result.held_bytes, held_bytes)
         loss.backward()
         return loss.detach()
 
-    managed = nullcontext() if config.policy is None else manage_layers(model, config, result)
-    with managed as manager:
-        for step in range(config.steps):
-            synchronize()
-            began = time.perf_counter()
-            loss = forward_and_backward()
-            synchronize()
-            elapsed_s = time.perf_counter() - began
-            result.losses.append(float(loss))
-            result.gradients.append(gradient_fingerprints(model))
-            began = time.perf_counter()
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-            synchronize()
-            result.step_s.append(elapsed_s + time.perf_counter() - began)
-            bar.show(step + 1, f"loss {result.losses[-1]:.4f}")
-            if manager is not None:
-                manager.wait_for_plan()
-            if manager is not None and step == 0:
-                result.first_stats = stats_as_dict(manager.stats())
-            if manager is not None and step + 1 in (1, LEARNING_STEPS) and step + 1 < config.steps:
-                manager.reset_stats()
-                result.held_bytes = 0
+    def _synchronize(self) -> None:
+        if self._device.type != "cpu":
+            torch.accelerator.synchronize()
+
+    def finish(self) -> TrainingResult:
+        """What all steps gave. No step can follow."""
+        result = self._result
         result.peak_process_bytes = peak_process_bytes()
-        if device.type != "cpu":
-            memory = torch.get_device_module(device)
+        if self._device.type != "cpu":
+            memory = torch.get_device_module(self._device)
             result.peak_device_bytes = int(memory.max_memory_allocated())
-        if manager is not None:
+        if self._manager is None:
+            self._look_on()
+            return result
+        with self._manager as manager:
             result.stats = stats_as_dict(manager.stats())
             result.report = manager.report()
             result.learnt = manager.learnt
             result.plan = "" if manager.plan is None else str(manager.plan)
-    if config.policy is None:
-        look_on = memswap.Policy(action=memswap.Action.KEEP)
-        with memswap.manage(model, look_on) as manager:
-            forward_and_backward()
-            result.stats = result.first_stats = stats_as_dict(manager.stats())
-    return result
+        return result
+
+    def _look_on(self) -> None:
+        """Count what a plain run saves, in one more step."""
+        keep = memswap.Policy(action=memswap.Action.KEEP)
+        with memswap.manage(self._model, keep) as self._manager:
+            self._forward_and_backward()
+            stats = stats_as_dict(self._manager.stats())
+        self._result.stats = self._result.first_stats = stats
