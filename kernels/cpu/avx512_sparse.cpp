@@ -32,7 +32,7 @@ class SparseEncoder {
   using Type = Float<kDtype>;
   static constexpr uint32_t kWidth = Type::kWidth;
   // Bytes ahead of a block. Measured: see [Note: asking ahead].
-  static constexpr uint32_t kPrefetchElements = 12288;
+  static constexpr uint32_t kLinesAhead = 12288;
 
  public:
   SparseEncoder(const EncodeParams& params, const uint8_t* elements, uint32_t count,
@@ -46,16 +46,16 @@ class SparseEncoder {
       if (round < blocks) {
         compress(elements_ + round * Type::kBlockBytes, blocks_[round % 5]);
       }
-      prefetch_quarter(round, 0);
+      ask_ahead(round, 0);
       if (round - 1 < blocks) {
         choose_center(blocks_[(round - 1) % 5]);
       }
-      prefetch_quarter(round, 1);
+      ask_ahead(round, 1);
       if (round - 2 < blocks) {
         encode_codes(blocks_[(round - 2) % 5]);
         list_signs(blocks_[(round - 2) % 5]);
       }
-      prefetch_quarter(round, 2);
+      ask_ahead(round, 2);
       if (round - 3 < blocks) {
         Block& block = blocks_[(round - 3) % 5];
         split_escapes2(block.escapes, block.center, block.first.byte, block.deeper);
@@ -63,7 +63,7 @@ class SparseEncoder {
       if (round - 4 < blocks) {
         write(round - 4, blocks_[(round - 4) % 5]);
       }
-      prefetch_quarter(round, 3);
+      ask_ahead(round, 3);
     }
   }
 
@@ -87,12 +87,15 @@ class SparseEncoder {
     uint32_t vectors() const { return (live + kLanes - 1) / kLanes; }
   };
 
-  // Of what follows block b, in this tile or a later one: in small groups, while other steps work.
-  void prefetch_quarter(uint32_t b, uint32_t quarter) const {
+  // For what follows block b, in this tile or a later one: in small groups, while other steps work.
+  void ask_ahead(uint32_t b, uint32_t quarter) const {
     if (b < frame::kTileBlocks) {
-      const uint8_t* from = elements_ + b * Type::kBlockBytes + Type::kBlockBytes / 4 * quarter;
-      for (uint32_t i = 0; i < Type::kBlockBytes / 4; i += kLanes) {
-        prefetch(from + i, params_.ahead(kPrefetchElements));
+      constexpr uint32_t kQuarterBytes = Type::kBlockBytes / 4;
+      const uint8_t* from = elements_ + b * Type::kBlockBytes + kQuarterBytes * quarter;
+      if (params_.asks_pages) {
+        ask_pages(from, kQuarterBytes);
+      } else {
+        ask_lines(from, kQuarterBytes, params_.ahead(kLinesAhead));
       }
     }
   }

@@ -6,6 +6,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
+#include "ahead.h"
 #include "memswap/frame.h"
 
 namespace memswap::cpu {
@@ -20,15 +21,6 @@ inline constexpr uint32_t kEncoderSlackBytes = kSlackBytes + frame::kBlockElemen
 // Of the widest elements.
 inline constexpr uint32_t kMaxBlockBytes = frame::kBlockElements * sizeof(uint64_t);
 
-inline constexpr uint32_t kLineBytes = 64;  // of a cache
-
-// [Note: asking ahead]
-// Encoders ask for elements before the processor's own prefetchers do. How far ahead is best is the
-// processor's own: with AVX-512 at 64 MiB, Intel's (with AMX) encode bfloat16 that is asked for
-// 8 KiB ahead at 0.85 of what 2 KiB give, sparse tensors at 0.85 as well, and with AVX2 at 0.85 to
-// 0.95; AMD's Zen 5 does with 2 KiB at 0.7 to 0.9 of what 8 or 12 KiB give.
-inline constexpr uint32_t kNearBytes = 2048;
-
 // What stays the same for all blocks of a job.
 struct EncodeParams {
   frame::Dtype dtype;
@@ -36,10 +28,11 @@ struct EncodeParams {
   bool fast;  // profile: for dense and upcast, `center` is the centre; else as canonical
   uint8_t center;
   bool streaming;          // the job is larger than the caches: slabs may be written around them
-  bool asks_near = false;  // elements are asked for kNearBytes ahead
+  bool asks_near = false;  // elements in a row are asked for kNearBytes ahead
   bool touches_pages = false;  // streaming, and touch_pages_ahead() pays
+  bool asks_pages = false;     // the job is larger than the caches, and ask_pages() pays
 
-  // How far ahead of a block its elements are asked for, where others want `far` bytes.
+  // How far ahead of a block its elements are asked for in a row, where others want `far` bytes.
   uint32_t ahead(uint32_t far) const { return asks_near ? kNearBytes : far; }
 };
 
@@ -68,33 +61,12 @@ struct EncodedBlock {
 using EncodeBlocks = void (*)(const EncodeParams& params, const void* elements, uint32_t count,
                               uint8_t* slabs, uint8_t* payloads, EncodedBlock* encoded);
 
-// [Note: pages ahead]
-// A store around the caches waits until its page's address is translated, and what is behind it
-// waits, too; no prefetcher of the processor looks beyond a page. Asking for one line of a page
-// that is written a little later has its address translated by then. The line's own traffic is next
-// to nothing, and an address outside of all memory does no harm.
-//
-// Whether that pays is the processor's own. AMD's decode 64 MiB up to 1.6 times as fast by it. On
-// Intel's (with AMX) it costs: without it decodes with AVX-512 are up to 1.19 times as fast, 1.08
-// times in the median of 22 kinds of tensors (docs/benchmarks.md). Asking nearer by, for a page's
-// last line, or by prefetchw or prefetchnta was no better than this.
-inline constexpr uintptr_t kPageBytes = 4096;
-inline constexpr uintptr_t kTouchBytes = 4 * kPageBytes;  // how far ahead. Measured
-
-// Before `bytes` bytes are written at `to`, where others follow.
-inline void touch_pages_ahead(const void* to, size_t bytes) {
-  const auto from = reinterpret_cast<uintptr_t>(to);
-  for (uintptr_t page = (from + kPageBytes - 1) / kPageBytes * kPageBytes; page < from + bytes;
-       page += kPageBytes) {
-    __builtin_prefetch(reinterpret_cast<const void*>(page + kTouchBytes));
-    asm volatile("");  // GCC removes loops that do nothing but prefetch
-  }
-}
-
 // For what knows no more than one block: EncodeBlocks of a function of the same arguments, each of
-// them for one block, that returns what it has made.
+// them for one block, that returns what it has made. Unless it asks for elements itself, they are
+// asked for by pages.
 template <EncodedBlock (*kEncodeBlock)(const EncodeParams& params, const void* elements,
-                                       uint32_t count, uint8_t* slab, uint8_t* payload)>
+                                       uint32_t count, uint8_t* slab, uint8_t* payload),
+          bool kAsksPages = true>
 void encode_one_by_one(const EncodeParams& params, const void* elements, uint32_t count,
                        uint8_t* slabs, uint8_t* payloads, EncodedBlock* encoded) {
   const uint32_t block_bytes = frame::kBlockElements * frame::width_of(params.dtype);
@@ -104,6 +76,9 @@ void encode_one_by_one(const EncodeParams& params, const void* elements, uint32_
     const uint32_t here = count < frame::kBlockElements ? count : frame::kBlockElements;
     if (params.touches_pages) {
       touch_pages_ahead(slabs, slab_bytes);
+    }
+    if (kAsksPages && params.asks_pages) {
+      ask_pages(from, block_bytes);
     }
     *encoded = kEncodeBlock(params, from, here, slabs, payloads);
     from += block_bytes;
@@ -118,6 +93,7 @@ struct DecodeParams {
   frame::Layout layout;
   bool streaming;  // `out` is aligned to kLineBytes, and may be written around the caches
   bool touches_pages = false;  // streaming, and touch_pages_ahead() pays
+  bool asks_pages = false;     // the job is larger than the caches, and ask_pages() pays
   uint32_t slab_bytes = frame::slab_bytes(dtype, layout);  // of a block
   uint32_t block_bytes = frame::kBlockElements * frame::width_of(dtype);
 };
@@ -160,6 +136,10 @@ bool decode_one_by_one(const DecodeParams& params, uint8_t* out, const uint8_t* 
       touch_pages_ahead(out, params.block_bytes);
     }
     const CodedBlock block = coded_block(record, first + i);
+    if (params.asks_pages) {
+      ask_pages(slabs, params.slab_bytes);
+      ask_pages(payloads, block.units * frame::kUnitBytes);
+    }
     if (!kDecodeBlock(params, out, slabs, payloads, block)) {
       return false;
     }

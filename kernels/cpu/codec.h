@@ -26,8 +26,9 @@ const BlockCodec* blocks_of(Isa isa);
 // The fastest that this processor runs.
 Isa best_isa();
 
-// EncodeParams::asks_near, on this processor.
+// EncodeParams::asks_near, on this processor, and whether ask_pages() pays on it.
 bool asks_near();
+bool asks_pages();
 
 // Whether [Note: pages ahead] pays on this processor.
 bool touches_pages();

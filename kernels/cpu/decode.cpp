@@ -48,7 +48,9 @@ class FrameDecoder {
     checksum_ =
         job.verify != 0 && (header.flags & frame::kChecked) != 0 ? blocks.checksum : nullptr;
     // A checksum reads each tile again while it is still in the caches.
-    params_.streaming = checksum_ == nullptr && job.elements * width_ >= streaming_bytes() &&
+    const bool is_large = job.elements * width_ >= streaming_bytes();
+    params_.asks_pages = is_large && asks_pages();
+    params_.streaming = checksum_ == nullptr && is_large &&
                         reinterpret_cast<uintptr_t>(job.output) % kLineBytes == 0;
     params_.touches_pages = params_.streaming && touches_pages();
     decode_blocks_ = blocks.decoder(params_);

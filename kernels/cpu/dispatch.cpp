@@ -73,6 +73,8 @@ Isa best_isa() {
 
 bool asks_near() { return is_intel(); }
 
+bool asks_pages() { return is_intel(); }
+
 bool touches_pages() { return !is_intel(); }
 
 }  // namespace memswap::cpu

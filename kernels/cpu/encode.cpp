@@ -68,6 +68,7 @@ class FrameEncoder {
     sections_ = frame::sections_of(params_.dtype, params_.layout, job.elements);
     width_ = frame::width_of(params_.dtype);
     params_.streaming = job.elements * width_ >= streaming_bytes();
+    params_.asks_pages = params_.streaming && asks_pages();
     params_.touches_pages = params_.streaming && touches_pages();
     tiles_per_chunk_ =
         params_.streaming ? tiles_per_large_chunk(sections_, width_) : tiles_per_chunk(width_);

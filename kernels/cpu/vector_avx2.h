@@ -26,12 +26,6 @@ inline void store_line(void* to, Vector value) {
   }
 }
 
-// Asks for a line that is soon needed; an address outside of all memory does no harm. Not the
-// builtin: GCC removes loops and functions that do nothing else.
-inline void prefetch(const uint8_t* from, uint32_t ahead) {
-  asm volatile("prefetcht0 (%0)" : : "r"(reinterpret_cast<uintptr_t>(from) + ahead));
-}
-
 inline uint32_t count_bits(uint32_t bits) {
   return static_cast<uint32_t>(__builtin_popcount(bits));
 }

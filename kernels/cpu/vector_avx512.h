@@ -23,10 +23,6 @@ inline void store_line(void* to, Vector value) {
   }
 }
 
-inline void prefetch(const uint8_t* from, uint32_t ahead) {
-  asm volatile("prefetcht0 (%0)" : : "r"(reinterpret_cast<uintptr_t>(from) + ahead));
-}
-
 // Which lanes are chosen: a bit for each.
 using Mask = uint64_t;
 using Lanes = Mask;

@@ -23,12 +23,13 @@ template <Dtype kDtype, bool kStreaming>
 }
 
 template <Dtype kDtype, bool kStreaming>
-[[gnu::noinline]] void join_block(uint8_t* out, const uint8_t* slab, const Symbols& symbols) {
+[[gnu::noinline]] void join_block(uint8_t* out, const uint8_t* slab, const Symbols& symbols,
+                                  bool asks_pages) {
   for_code(symbols.code, [&]<Code kCode>() {
     if constexpr (Float<kDtype>::kWidth == 1) {
-      join_byte_floats<kDtype, kStreaming, kCode>(out, slab, symbols);
+      join_byte_floats<kDtype, kStreaming, kCode>(out, slab, symbols, asks_pages);
     } else {
-      join_floats<kDtype, kStreaming, kCode>(out, slab, symbols);
+      join_floats<kDtype, kStreaming, kCode>(out, slab, symbols, asks_pages);
     }
   });
 }
@@ -57,8 +58,8 @@ inline void put_high_halves(uint8_t* elements, const uint8_t* high) {
   }
 }
 
-// How many bytes ahead of a block an encoder asks for elements: see [Note: asking ahead].
-inline constexpr uint32_t kPrefetchElements = 8192;
+// How many bytes ahead of a block an encoder asks for lines: see [Note: asking ahead].
+inline constexpr uint32_t kLinesAhead = 8192;
 
 // [Note: blocks in flight]
 // A block is encoded in five steps, each of which needs the end of the one before it: sums over all
@@ -89,19 +90,19 @@ class DenseEncoder {
       if (round < blocks) {
         split(round);
       }
-      prefetch_quarter(round, 0);
+      ask_ahead(round, 0);
       if (round - 1 < blocks) {
         measure(round - 1);
       }
-      prefetch_quarter(round, 1);
+      ask_ahead(round, 1);
       if (round - 2 < blocks) {
         choose(round - 2);
       }
-      prefetch_quarter(round, 2);
+      ask_ahead(round, 2);
       if (round - 3 < blocks) {
         write_low_plane(round - 3);
       }
-      prefetch_quarter(round, 3);
+      ask_ahead(round, 3);
       if (round - 4 < blocks) {
         write_payload(round - 4);
       }
@@ -132,13 +133,16 @@ class DenseEncoder {
     }
   }
 
-  // Of what follows block b, in this tile or the next. Long blocks keep the processor's own
-  // prefetcher busy, which does better alone. Measured with AVX-512.
-  void prefetch_quarter(uint32_t b, uint32_t quarter) const {
-    if (Type::kWidth <= 2 && b < frame::kTileBlocks) {
-      const uint8_t* from = elements_ + b * Type::kBlockBytes + Type::kBlockBytes / 4 * quarter;
-      for (uint32_t i = 0; i < Type::kBlockBytes / 4; i += kLineBytes) {
-        prefetch(from + i, params_.ahead(kPrefetchElements));
+  // For what follows block b, in this tile or the next. A row of long blocks keeps the processor's
+  // own prefetcher busy, which does better alone than with lines asked for. Measured with AVX-512.
+  void ask_ahead(uint32_t b, uint32_t quarter) const {
+    if (b < frame::kTileBlocks) {
+      constexpr uint32_t kQuarterBytes = Type::kBlockBytes / 4;
+      const uint8_t* from = elements_ + b * Type::kBlockBytes + kQuarterBytes * quarter;
+      if (params_.asks_pages) {
+        ask_pages(from, kQuarterBytes);
+      } else if (Type::kWidth <= 2) {
+        ask_lines(from, kQuarterBytes, params_.ahead(kLinesAhead));
       }
     }
   }
@@ -208,11 +212,11 @@ void encode_dense(const EncodeParams& params, const void* elements, uint32_t cou
 
 template <Dtype kDtype>
 inline bool read_symbols(Symbols& symbols, const uint8_t* slab, const uint8_t* payload,
-                         const CodedBlock& block) {
+                         const CodedBlock& block, bool asks_lines) {
   using Type = Float<kDtype>;
-  const uint32_t first = kPlanesAtOnce<Type> ? 0 : Type::kBytePlanes * frame::kBlockElements;
-  for (uint32_t i = first; i < Type::kSlabBytes; i += kLineBytes) {
-    prefetch(slab + i, kShortPlanesAhead<Type>);
+  if (asks_lines) {
+    constexpr uint32_t kFirst = kPlanesAtOnce<Type> ? 0 : Type::kBytePlanes * frame::kBlockElements;
+    ask_lines(slab + kFirst, Type::kSlabBytes - kFirst, kShortPlanesAhead<Type>);
   }
   return decode_symbols<InDense<kDtype>>(symbols, slab + Type::kRestBytes, payload, block);
 }
@@ -229,8 +233,11 @@ bool decode_dense(const DecodeParams& params, uint8_t* out, const uint8_t* slabs
   for (uint32_t round = 0; round < count + 1; ++round) {
     if (round < count) {
       const CodedBlock block = coded_block(record, first + round);
+      if (params.asks_pages) {  // of slabs, by join_block: payloads are too short for it
+        ask_lines(payloads, block.units * frame::kUnitBytes, kPrefetchShortBytes);
+      }
       if (!read_symbols<kDtype>(symbols[round % 2], slabs + round * Type::kSlabBytes, payloads,
-                                block)) {
+                                block, !params.asks_pages)) {
         return false;
       }
       payloads += block.units * frame::kUnitBytes;
@@ -241,7 +248,8 @@ bool decode_dense(const DecodeParams& params, uint8_t* out, const uint8_t* slabs
       if (kStreaming && params.touches_pages) {
         touch_pages_ahead(block, Type::kBlockBytes);
       }
-      join_block<kDtype, kStreaming>(block, slabs + b * Type::kSlabBytes, symbols[b % 2]);
+      join_block<kDtype, kStreaming>(block, slabs + b * Type::kSlabBytes, symbols[b % 2],
+                                     params.asks_pages);
     }
   }
   return true;
@@ -272,10 +280,10 @@ bool decode_upcast(const DecodeParams& params, uint8_t* out, const uint8_t* slab
   }
   HighHalves high;
   Symbols symbols;
-  if (!read_symbols<Dtype::kBf16>(symbols, slab, payload, block)) {
+  if (!read_symbols<Dtype::kBf16>(symbols, slab, payload, block, !params.asks_pages)) {
     return false;
   }
-  join_block<Dtype::kBf16, false>(high.byte, slab, symbols);
+  join_block<Dtype::kBf16, false>(high.byte, slab, symbols, false);  // decode_one_by_one has asked
   put_high_halves<kStreaming>(out, high.byte);
   return true;
 }

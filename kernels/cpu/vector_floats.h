@@ -65,8 +65,8 @@ template <uint32_t kWidth, bool kStreaming>
   }
 }
 
-// How far ahead a decoder asks for what it reads: in slabs by whole blocks, so that all of a slab
-// is asked for once, and in payloads.
+// How far ahead a decoder that asks for lines does so: in slabs by whole blocks, so that all of a
+// slab is asked for once, and in payloads. See [Note: asking ahead].
 inline constexpr uint32_t kPrefetchBytes = 8192;
 inline constexpr uint32_t kPrefetchShortBytes = 2048;
 template <typename Type>
@@ -137,9 +137,14 @@ template <uint32_t kRestBits, uint32_t kQuarter>
 
 // Elements of their R planes and symbols.
 template <frame::Dtype kDtype, bool kStreaming, Code kCode>
-inline void join_byte_floats(uint8_t* elements, const uint8_t* planes, const Symbols& symbols) {
+inline void join_byte_floats(uint8_t* elements, const uint8_t* planes, const Symbols& symbols,
+                             bool asks_pages) {
   SymbolCursor<kCode, InDense<kDtype>> cursor(symbols);
   for_quarters([&]<uint32_t kQuarter>() {
+    if (asks_pages) {
+      constexpr uint32_t kQuarterBytes = Float<kDtype>::kSlabBytes / 4;
+      ask_pages(planes + kQuarterBytes * kQuarter, kQuarterBytes);
+    }
     for (uint32_t i = 0; i < kVectors / 4; ++i) {
       const uint32_t at = kVectors / 4 * kQuarter + i;
       const Vector rest = rest_of_planes<Float<kDtype>::kRestBits, kQuarter>(planes, i);
@@ -201,7 +206,8 @@ inline Range split_floats(const uint8_t* elements, uint8_t* planes, uint8_t* pla
 }
 
 template <frame::Dtype kDtype, bool kStreaming, Code kCode>
-inline void join_floats(uint8_t* elements, const uint8_t* planes, const Symbols& symbols) {
+inline void join_floats(uint8_t* elements, const uint8_t* planes, const Symbols& symbols,
+                        bool asks_pages) {
   using Type = Float<kDtype>;
   constexpr uint32_t kWidth = Type::kWidth;
   const uint8_t* const plane2 = planes + frame::kBlockElements * Type::kBytePlanes;
@@ -213,7 +219,10 @@ inline void join_floats(uint8_t* elements, const uint8_t* planes, const Symbols&
       for (uint32_t p = 0; p < Type::kBytePlanes; ++p) {
         v[p] = load(planes + frame::kBlockElements * p + kLanes * i);
       }
-      if constexpr (!kPlanesAtOnce<Type>) {  // in the order of addresses; half a line at a time
+      if (asks_pages) {
+        constexpr uint32_t kPartBytes = Type::kSlabBytes / kVectors;
+        ask_pages(planes + kPartBytes * i, kPartBytes);
+      } else if constexpr (!kPlanesAtOnce<Type>) {  // in the order of addresses; half a line each
         for (uint32_t p = 0; p < Type::kBytePlanes; p += 64 / kLanes) {
           prefetch(planes + kLanes * (Type::kBytePlanes * i + p), kSlabsAhead<Type>);
         }

@@ -27,10 +27,6 @@ inline uint32_t lane_bits(uint64_t lanes) {
   return static_cast<uint32_t>((lanes & 0x8040201008040201) * 0x0101010101010101 >> 56);
 }
 
-inline void prefetch(const uint8_t* from, uint32_t ahead) {
-  asm volatile("prfm pldl1keep, [%0]" : : "r"(reinterpret_cast<uintptr_t>(from) + ahead));
-}
-
 using Mask = Vector;
 
 inline Mask mask_of(Lanes lanes) { return lanes; }

@@ -77,9 +77,7 @@ class Survivors {
     Vector negative_zeros{};
     for (uint32_t i = 0; i < kVectors; ++i) {
       const uint8_t* const from = elements + kLanes * kWidth * i;
-      for (uint32_t j = 0; j < kLanes * kWidth; j += kLineBytes) {
-        prefetch(from + j, params.ahead(kPrefetchElements));
-      }
+      ask_lines(from, kLanes * kWidth, params.ahead(kLinesAhead));
       Vector zero[kWidth];
       for (uint32_t j = 0; j < kWidth; ++j) {
         const Vector element = load(from + kLanes * j);
@@ -117,7 +115,7 @@ class Survivors {
 
  private:
   // Bytes ahead. Measured: see [Note: asking ahead].
-  static constexpr uint32_t kPrefetchElements = 8192;
+  static constexpr uint32_t kLinesAhead = 8192;
 
   Bitmap bitmap_;
   uint32_t count_;
@@ -225,7 +223,7 @@ EncodedBlock encode_sparse(const EncodeParams& params, const void* elements, uin
 
 EncodeBlocks sparse_encoder(const EncodeParams& params) {
   return for_float<EncodeBlocks>(params.dtype, false, []<Dtype kDtype, bool>() -> EncodeBlocks {
-    return &encode_one_by_one<encode_sparse<kDtype>>;
+    return &encode_one_by_one<encode_sparse<kDtype>, false>;
   });
 }
 

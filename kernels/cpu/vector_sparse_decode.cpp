@@ -108,8 +108,11 @@ class SparseDecoder {
  private:
   // The block's streams, and its escapes in a row. A literal block is decoded, and has no streams.
   bool read(uint32_t b, const uint8_t* slab, const uint8_t* payload, const CodedBlock& block) {
-    for (uint32_t i = 0; i < block.units * frame::kUnitBytes; i += kLanes) {
-      prefetch(payload + i, kPrefetchShortBytes);
+    const uint32_t payload_bytes = block.units * frame::kUnitBytes;
+    if (params_.asks_pages) {
+      ask_pages(payload, payload_bytes);
+    } else {
+      ask_lines(payload, payload_bytes, kPrefetchShortBytes);
     }
     Streams& streams = streams_[b];
     streams.literal = block.mode == frame::kLiteral;

@@ -93,7 +93,7 @@ class Blocks : public testing::TestWithParam<Isa> {
     memcpy(payload.data(), coded.payload.data(),
            std::min<uint64_t>(told_bytes, coded.payload.size()));
     GuardedBuffer mine(bytes, offset), oracle(bytes, offset);
-    const cpu::DecodeParams params{dtype, layout, streaming, streaming};
+    const cpu::DecodeParams params{dtype, layout, streaming, streaming, offset == 0};
     frame::Record record{};
     record.block[0] = frame::Record::pack(told.mode, told.units, told.packed);
     record.center[0] = told.center;
@@ -127,7 +127,8 @@ class Blocks : public testing::TestWithParam<Isa> {
       const uint32_t offset = damage % 2 == 0 ? 0 : frame::width_of(dtype);
       GuardedBuffer mine(elements.size(), offset), oracle(elements.size(), offset);
       const bool around_caches = streaming && offset == 0;
-      const cpu::DecodeParams params{dtype, layout, around_caches, around_caches && damage != 0};
+      const cpu::DecodeParams params{dtype, layout, around_caches, around_caches && damage != 0,
+                                     damage < 2};
       const bool expected =
           decode(cpu::scalar_blocks(), params, coded.slab, payloads, record, blocks, oracle);
       ASSERT_EQ(decode(*blocks_, params, coded.slab, payloads, record, blocks, mine), expected)
@@ -170,9 +171,14 @@ TEST_P(Blocks, IsCodedToTheOraclesBytesAndBack) {
                         Choices& choices) {
     for (const bool streaming : {false, true}) {
       for (const bool fast : {false, true}) {
-        const EncodeParams params{
-            dtype, layout,           fast, static_cast<uint8_t>(choices.below(256)), streaming,
-            false, streaming && fast};
+        const EncodeParams params{dtype,
+                                  layout,
+                                  fast,
+                                  static_cast<uint8_t>(choices.below(256)),
+                                  streaming,
+                                  false,
+                                  streaming && fast,
+                                  fast};
         const EncodeResult oracle = encode(cpu::scalar_blocks(), params, elements, count);
         expect_same_blocks(encode(*blocks_, params, elements, count), oracle);
         for (const uint32_t offset : {0u, frame::width_of(dtype)}) {
@@ -209,7 +215,8 @@ TEST_P(Blocks, AmongOthersIsCodedToTheOraclesBytesAndBack) {
                                   static_cast<uint8_t>(choices.below(256)),
                                   streaming,
                                   false,
-                                  streaming && seed % 2 == 0};
+                                  streaming && seed % 2 == 0,
+                                  seed % 4 >= 2};
         const auto mine = encode(*blocks_, params, elements, count);
         const auto oracle = encode(cpu::scalar_blocks(), params, elements, count);
         expect_same_blocks(mine, oracle);

@@ -19,6 +19,8 @@ Isa best_isa() { return Isa::kAvx512; }
 
 bool asks_near() { return true; }
 
+bool asks_pages() { return true; }
+
 bool touches_pages() { return true; }
 
 }  // namespace memswap::cpu
