@@ -229,7 +229,7 @@ py::object save(Scope& scope, PyObject* tensor, SavedView&& view) {
   if (!saved.moves) {
     return kept_handle(tensor, std::move(saved.known), scope.owner.ptr());
   }
-  auto entry = std::static_pointer_cast<Entry>(std::move(saved.known));
+  EntryPtr entry = as_entry(std::move(saved.known));
   return new_handle(scope.owner.ptr(), scope.batch.ptr(),
                     [&] { return SavedTensor::moved(std::move(entry), std::move(view)); });
 }

@@ -307,6 +307,10 @@ StorageRefPtr Entry::bring() {
   return found;
 }
 
+EntryPtr as_entry(KnownPtr known) {
+  return known && known->is_entry() ? std::static_pointer_cast<Entry>(std::move(known)) : nullptr;
+}
+
 // --- one save of it ------------------------------------------------------------------------------
 
 SavedTensor SavedTensor::moved(EntryPtr entry, SavedView&& view) {
@@ -315,15 +319,13 @@ SavedTensor SavedTensor::moved(EntryPtr entry, SavedView&& view) {
 }
 
 SavedTensor SavedTensor::kept(at::Tensor tensor, uint32_t version, KnownPtr known) {
-  if (known && known->is_entry()) {
-    ++static_cast<Entry&>(*known).keeps;
+  if (const EntryPtr entry = as_entry(known)) {
+    ++entry->keeps;
   }
   return {std::move(tensor), version, std::move(known)};
 }
 
-EntryPtr SavedTensor::entry() const {
-  return known_ && known_->is_entry() ? std::static_pointer_cast<Entry>(known_) : nullptr;
-}
+EntryPtr SavedTensor::entry() const { return as_entry(known_); }
 
 at::Tensor SavedTensor::unpack() const {
   const EntryPtr of = entry();

@@ -249,6 +249,9 @@ class Entry final : public Known, public std::enable_shared_from_this<Entry> {
   bool fetched_ = false;
 };
 
+// The entry that stands for a storage; nullptr: nobody stands for it, or a Stay.
+EntryPtr as_entry(KnownPtr known);
+
 // A saved tensor was edited in place, of which hooks keep autograd from hearing: its own words.
 struct EditedInPlace : std::runtime_error {
   // `tensor`: in words.

@@ -107,19 +107,14 @@ bool is_there_to_stay(const Engine& of, const KnownTensor& tensor) {
 // Who stands for what autograd has saved in this forward; nullptr: it has not.
 KnownPtr known_in(Engine& of, const SavedView& view) {
   KnownPtr known = of.ledger.find(view).known;
-  if (known && known->is_entry() && static_cast<Entry&>(*known).iteration != of.iteration) {
-    return nullptr;
-  }
-  return known;
+  const EntryPtr entry = as_entry(known);
+  return entry && entry->iteration != of.iteration ? nullptr : known;
 }
 
 // The entry whose bytes wait elsewhere, or which holds the storage itself; nullptr: none does.
-EntryPtr moved_entry(const KnownPtr& known) {
-  if (!known || !known->is_entry()) {
-    return nullptr;
-  }
-  auto entry = std::static_pointer_cast<Entry>(known);
-  return entry->away() || entry->storage ? entry : nullptr;
+EntryPtr moved_entry(KnownPtr known) {
+  EntryPtr entry = as_entry(std::move(known));
+  return entry && (entry->away() || entry->storage) ? entry : nullptr;
 }
 
 // What is saved for recipes alone has ordinals of its own: whether it is saved changes no other's.
@@ -170,9 +165,8 @@ int EngineRecipeHost::depth(const KnownTensor& tensor) {
 }
 
 std::optional<size_t> EngineRecipeHost::index_of(const KnownTensor& tensor) {
-  const KnownPtr known = known_in(*engine(), tensor.view);
-  return known && known->is_entry() ? std::optional(static_cast<Entry&>(*known).index)
-                                    : std::nullopt;
+  const EntryPtr entry = as_entry(known_in(*engine(), tensor.view));
+  return entry ? std::optional(entry->index) : std::nullopt;
 }
 
 SourcePtr EngineRecipeHost::keep(const KnownTensor& tensor, Standing standing) {
@@ -219,7 +213,7 @@ SourcePtr EngineRecipeHost::save(const KnownTensor& tensor) {
                                           .why_kept = offer_->why_kept,
                                           .for_recipe = true});
   if (saved.moves) {
-    return moved_source(std::static_pointer_cast<Entry>(saved.known), tensor);
+    return moved_source(as_entry(saved.known), tensor);
   }
   return kept_source(std::move(held), std::move(saved.known));
 }
@@ -231,11 +225,11 @@ at::Tensor EngineRecipeHost::look(const KnownTensor& tensor) {
   const WithGil gil;
   const EnginePtr of = engine();
   const Locked locked(of->lock);
-  const KnownPtr known = known_in(*of, tensor.view);
-  if (!known || !known->is_entry()) {
+  const EntryPtr entry = as_entry(known_in(*of, tensor.view));
+  if (!entry) {
     throw TransferError("a tensor that a recipe reads is gone: " + tensor.view.describe());
   }
-  return tensor.view.rebuild(*looked_at(static_cast<Entry&>(*known)), false);
+  return tensor.view.rebuild(*looked_at(*entry), false);
 }
 
 void EngineRecipeHost::serialise(const std::function<void()>& work) {

@@ -112,24 +112,24 @@ bool Engine::short_again(const IterationPtr& shortage) {
 // graph that nobody runs any more may keep them. (What shares tables and masks between its batches
 // moves them once.)
 bool Engine::refilled(const KnownPtr& known, const SavedView& view) const {
-  if (schedule == Schedule::kBatches || view.computed() || !known->is_entry()) {
+  if (schedule == Schedule::kBatches || view.computed()) {
     return false;
   }
-  const auto& entry = static_cast<const Entry&>(*known);
-  return entry.away() && entry.iteration != iteration;
+  const EntryPtr entry = as_entry(known);
+  return entry && entry->away() && entry->iteration != iteration;
 }
 
 // One more save of a storage that is known.
 SaveResult Engine::save_again(const Offer& offer, const KnownPtr& known) {
   ++ledger.counters.deduplicated_tensors;
   ledger.counters.deduplicated_bytes += static_cast<int64_t>(offer.view.nbytes());
-  if (!known->is_entry()) {
+  const EntryPtr entry = as_entry(known);
+  if (!entry) {
     return {false, known};
   }
   if (recipes && !offer.for_recipe) {
     recipes->saved_again(offer.view);
   }
-  const auto entry = std::static_pointer_cast<Entry>(known);
   if (entry->iteration && entry->iteration->recorder) {
     entry->iteration->recorder->again(*entry, offer.unit);
   }
@@ -178,7 +178,7 @@ SaveResult Engine::save(const Offer& offer) {
     result = look_up(offer, recipe);
   }
   if (offer.batch != nullptr && result->moves) {
-    offer.batch->join(std::static_pointer_cast<Entry>(result->known));
+    offer.batch->join(as_entry(result->known));
   }
   return *std::move(result);
 }
