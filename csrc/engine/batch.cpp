@@ -6,6 +6,7 @@
 #include <mutex>
 #include <unordered_map>
 #include <utility>
+#include <variant>
 
 #include "bucket.h"
 #include "iteration.h"
@@ -86,28 +87,29 @@ void send(Engine& engine, const std::vector<EntryPtr>& entries) {
   std::vector<TransfersPtr> devices;  // in the order in which they were met
   std::vector<Waiting> alone;
   for (const EntryPtr& entry : entries) {
-    std::optional<LeaveOrder> order = std::exchange(entry->order, std::nullopt);
-    if (!order || !entry->storage) {
+    auto waiting = std::exchange(entry->order, std::nullopt);
+    if (!waiting || !entry->storage) {
       continue;
     }
     if (entry->lost_memory()) {
       engine.ledger.keep(reasons::kResized, entry->nbytes());
       continue;
     }
-    if (order->recipe) {
-      engine.depart(*entry, std::move(*order->recipe));
+    if (auto* const recipe = std::get_if<Leaving>(&*waiting)) {
+      engine.depart(*entry, std::move(*recipe));
       entry->storage.reset();
       continue;
     }
-    const auto [share, is_new] = shares.try_emplace(order->transfers);
+    auto& order = std::get<LeaveOrder>(*waiting);
+    const auto [share, is_new] = shares.try_emplace(order.transfers);
     if (is_new) {
-      devices.push_back(order->transfers);
+      devices.push_back(order.transfers);
     }
     share->second.nbytes += entry->nbytes();
-    if (order->form == Form::kBlock && entry->nbytes() <= engine.batch_limits.small_bytes) {
+    if (order.form == Form::kBlock && entry->nbytes() <= engine.batch_limits.small_bytes) {
       share->second.small.push_back(entry);
     } else {
-      alone.push_back({entry, std::move(*order)});
+      alone.push_back({entry, std::move(order)});
     }
   }
   for (const TransfersPtr& by : devices) {

@@ -12,6 +12,7 @@
 #include <stdexcept>
 #include <string>
 #include <utility>
+#include <variant>
 
 #include "away.h"
 #include "counters.h"
@@ -216,10 +217,12 @@ class Entry final : public Known, public std::enable_shared_from_this<Entry> {
   int64_t keeps = 0;      // saves whose tensor stayed
   int64_t unseen = 0;     // saves that have not been unpacked since the storage came back
   IterationPtr iteration;
-  size_t index = 0;                 // in the iteration
-  bool for_recipe = false;          // saved for a recipe, and not by autograd
-  std::optional<LeaveOrder> order;  // of what waits until its batch is told to go
-  std::shared_ptr<Trial> trial;     // of its recipe, while its place is being learnt
+  size_t index = 0;         // in the iteration
+  bool for_recipe = false;  // saved for a recipe, and not by autograd
+  // How it leaves once its batch is told to go: it is sent, or this recipe takes its place.
+  // Nothing: it does not wait for a batch.
+  std::optional<std::variant<LeaveOrder, Leaving>> order;
+  std::shared_ptr<Trial> trial;  // of its recipe, while its place is being learnt
   RowPlace place_in_row;
 
   void leave_row() {

@@ -1,5 +1,7 @@
 #include "recipe_host.h"
 
+#include <variant>
+
 #include "iteration.h"
 #include "storage/lend.h"
 #include "work/without_gil.h"
@@ -159,8 +161,11 @@ RecipeHost::Standing EngineRecipeHost::standing(const KnownTensor& tensor) {
 
 int EngineRecipeHost::depth(const KnownTensor& tensor) {
   const EntryPtr entry = moved_entry(known_in(*engine(), tensor.view));
-  const bool waits = entry && entry->order && entry->order->recipe;
-  const AwayFormPtr away = waits ? entry->order->recipe->away : entry ? entry->away() : nullptr;
+  if (!entry) {
+    return 0;
+  }
+  const auto* const waiting = entry->order ? std::get_if<Leaving>(&*entry->order) : nullptr;
+  const AwayFormPtr& away = waiting != nullptr ? waiting->away : entry->away();
   return away ? away->depth() : 0;
 }
 

@@ -337,7 +337,7 @@ bool Engine::becomes_recipe(const EntryPtr& entry, const Offer& offer, bool leav
   RecipeAnswer& answer = *recipe;
   if (answer.leaving && schedule == Schedule::kBatches) {
     entry->storage = std::make_shared<StorageRef>(offer.tensor.storage());
-    entry->order = LeaveOrder{.transfers = nullptr, .key = {}, .recipe = std::move(answer.leaving)};
+    entry->order = std::move(*answer.leaving);
     return true;
   }
   if (answer.leaving) {

@@ -154,12 +154,11 @@ class Transfers {
 };
 using TransfersPtr = std::shared_ptr<Transfers>;
 
-// How a storage leaves: by what, as what, and which tensor's it is; or as a recipe.
+// How a storage is sent: by what, as what, and which tensor's it is.
 struct LeaveOrder {
   TransfersPtr transfers;
   Form form = Form::kBlock;
   TensorKey key;
-  std::optional<Leaving> recipe = std::nullopt;  // then the others say nothing
 };
 
 }  // namespace memswap
