@@ -71,15 +71,15 @@ class PythonHost final : public EngineHost {
  public:
   std::optional<Action> decide(Engine& engine, const Offer& offer) override {
     const py::object action = of(engine).attr("decide")(
-        offer.tensor, offer.unit, offer.view.nbytes(), offer.view.storage_nbytes());
+        offer.tensor, offer.scope.unit, offer.view.nbytes(), offer.view.storage_nbytes());
     return action.cast<std::optional<Action>>();
   }
   std::optional<Action> direct(Engine& engine, const Offer& offer, Action action) override {
     const py::object chosen =
         of(engine)
             .attr("director")
-            .attr("choose")(offer.tensor, offer.unit, offer.ordinal, offer.view.storage_nbytes(),
-                            action, offer.action.has_value());
+            .attr("choose")(offer.tensor, offer.scope.unit, offer.scope.ordinal,
+                            offer.view.storage_nbytes(), action, offer.scope.action.has_value());
     return chosen.cast<std::optional<Action>>();
   }
   TransfersPtr open(Engine& engine, c10::Device device) override {

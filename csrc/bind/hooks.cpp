@@ -176,10 +176,11 @@ void bind_handle(py::module_& module) {
 
 // One that Python calls, and what it holds of Python's.
 struct Scope : HookScope {
-  explicit Scope(EnginePtr made) : HookScope(std::move(made)), owner(py::cast(engine)) {}
+  explicit Scope(EnginePtr made) : engine(std::move(made)), owner(py::cast(engine)) {}
 
   Batch* batch_or_null() const { return batch.is_none() ? nullptr : &batch.cast<Batch&>(); }
 
+  const EnginePtr engine;
   py::object owner;                 // the engine's object
   bool pushed = false;              // its hooks are installed
   py::object outer = py::none();    // the hooks that were installed before, or None
@@ -225,7 +226,8 @@ bool may_be_filled_yet(PyObject* tensor, const SavedView& view) {
 
 // The handle of a plain tensor. The lock is held.
 py::object save(Scope& scope, PyObject* tensor, SavedView&& view) {
-  SaveResult saved = scope.save(THPVariable_Unpack(tensor), view, scope.batch_or_null());
+  SaveResult saved = scope.engine->save(
+      {THPVariable_Unpack(tensor), view, scope, scope.packs, scope.batch_or_null()});
   if (!saved.moves) {
     return kept_handle(tensor, std::move(saved.known), scope.owner.ptr());
   }
@@ -240,8 +242,8 @@ py::object pack_plain(py::handle self, Scope& scope, py::handle object, SavedVie
   const Locked locked(engine.lock);
   engine.ledger.counters.offer(static_cast<int64_t>(view.nbytes()));
   // A frozen parameter that nobody has named is known by its class.
-  const bool persists = scope.persists(view) || (is_of_subclass(object.ptr(), tensor) &&
-                                                 self.attr("is_frozen")(object).cast<bool>());
+  const bool persists = engine.persists(view) || (is_of_subclass(object.ptr(), tensor) &&
+                                                  self.attr("is_frozen")(object).cast<bool>());
   if (const char* const reason = persists ? reasons::kParameter : why_fixed(view)) {
     return kept_handle(object.ptr(), engine.keep(view, reason).known, scope.owner.ptr());
   }

@@ -63,19 +63,26 @@ struct PolicyTable {
   bool recipes = true;           // whether what suits a device may be to recompute
 };
 
-// A tensor that is saved, and who saves it.
+// One installation of an engine's hooks, a `with` block or one call of a unit, and how far it has
+// come.
+struct HookScope {
+  std::string unit;
+  bool covered = false;          // the policy covers the unit
+  std::optional<Action> action;  // of all that is saved here, whatever the policy says
+  // The reason that is counted for what `action` keeps.
+  std::string why_kept = reasons::kPolicy;
+  std::optional<int64_t> group;  // a checkpoint region's number
+  int64_t packs = 0;             // tensors that were packed
+  int64_t ordinal = -1;          // of the storage that was considered last
+};
+
+// A tensor that is saved.
 struct Offer {
   const at::Tensor& tensor;
   const SavedView& view;
-  std::string_view unit;
-  int64_t group;                 // a checkpoint region's number, or Iteration::kNoGroup
-  bool covered;                  // the policy covers the unit
-  std::optional<Action> action;  // of whoever saves it, whatever the policy says
-  int64_t number;                // among what one call of the unit saves
-  int64_t& ordinal;              // of the last storage that was considered
-  Batch* batch = nullptr;        // that saves it, of a group
-  // The reason that is counted for what `action` keeps.
-  std::string_view why_kept = reasons::kPolicy;
+  HookScope& scope;         // that saves it
+  int64_t number;           // among what the scope packs
+  Batch* batch = nullptr;   // that saves it, of a group
   bool for_recipe = false;  // a recipe saves it, and not autograd
 };
 
@@ -131,6 +138,11 @@ class Engine : public std::enable_shared_from_this<Engine> {
 
   // Storages of parameters and buffers, instead of those that were named before.
   void set_persistent(const std::vector<at::Tensor>& tensors);
+  // Whether a tensor is a parameter or a buffer, or a view of one: they are known by their
+  // storages.
+  bool persists(const SavedView& view) const {
+    return view.of_leaf() || persistent.contains(view.storage_key());
+  }
 
   // Takes in what encoders have reported by now, of each device in the order of their encodes.
   void learn();
@@ -226,31 +238,6 @@ class Engine : public std::enable_shared_from_this<Engine> {
   std::optional<std::weak_ptr<Iteration>> first_short_;  // where room for frames first ran out
   // Of each device that was seen, at the same place for good; nullptr: its storages stay.
   std::deque<std::pair<c10::Device, TransfersPtr>> devices_;
-};
-
-// One installation of an engine's hooks, a `with` block or one call of a unit, and what is saved by
-// it.
-struct HookScope {
-  explicit HookScope(EnginePtr engine) : engine(std::move(engine)) {}
-
-  // The caller of what follows holds the engine's lock, and the GIL where there is Python.
-
-  // A plain tensor is saved. `batch`: of a group, that saves here, or nullptr.
-  SaveResult save(const at::Tensor& tensor, const SavedView& view, Batch* batch = nullptr);
-
-  // Whether a tensor is a parameter or a buffer, or a view of one: they are known by their
-  // storages.
-  bool persists(const SavedView& view) const;
-
-  const EnginePtr engine;
-  std::string unit;
-  std::optional<Action> action;  // of all that is packed
-  // The reason that is counted for what `action` keeps.
-  std::string why_kept = reasons::kPolicy;
-  std::optional<int64_t> group;  // a checkpoint region's number
-  bool covered = false;          // the policy covers the unit
-  int64_t packs = 0;             // tensors that were packed
-  int64_t ordinal = -1;          // of the storage that was considered last
 };
 
 // Why a tensor cannot move, whatever the policy says; nullptr: it can.

@@ -31,10 +31,10 @@ const Plan::Place* place_of(const Plan& plan, size_t index, const Offer& offer) 
   const Plan::Place& place = plan.places[index];
   const SavedView& view = offer.view;
   const auto nbytes = static_cast<int64_t>(view.storage_nbytes());
-  if (!place.action || !fits(nbytes, place.nbytes) || place.ordinal != offer.ordinal + 1 ||
+  if (!place.action || !fits(nbytes, place.nbytes) || place.ordinal != offer.scope.ordinal + 1 ||
       nbytes < plan.least_bytes || view.device() != plan.device || view.edited_part() ||
       view.part_of_data() || place.dtype != offer.tensor.scalar_type() ||
-      place.for_recipe != offer.for_recipe || place.unit != offer.unit) {
+      place.for_recipe != offer.for_recipe || place.unit != offer.scope.unit) {
     return nullptr;
   }
   return &place;
@@ -116,7 +116,7 @@ void Engine::after_save(const EntryPtr& entry) {
 }
 
 std::optional<SaveResult> Engine::follow_plan(const Offer& offer, FoundRecipe& recipe) {
-  if (!offer.covered || offer.action) {
+  if (!offer.scope.covered || offer.scope.action) {
     return std::nullopt;
   }
   const IterationPtr of = iteration;
@@ -143,17 +143,18 @@ std::optional<SaveResult> Engine::follow_plan(const Offer& offer, FoundRecipe& r
   learn();
   recomputed.sweep();
   look_at_released(*of);
-  ++offer.ordinal;
+  ++offer.scope.ordinal;
   if (*place->action == Action::kRecompute) {
     recipe = recipe_of(offer, is_next ? 0 : kMostExtra, /*leaves=*/true);
   }
   // Its recipe may not have saved the sources that it was to save: then whoever plans is asked.
   if (of->plan != plan || place != plan->places.data() + of->size()) {
-    --offer.ordinal;
+    --offer.scope.ordinal;
     return std::nullopt;
   }
   if (of->recorder) {
-    of->recorder->choose({offer.unit, offer.ordinal, nbytes, place->dtype, *place->action});
+    of->recorder->choose(
+        {offer.scope.unit, offer.scope.ordinal, nbytes, place->dtype, *place->action});
   }
   return admit(offer, by, {.action = *place->action, .directed = true, .recipe = recipe});
 }

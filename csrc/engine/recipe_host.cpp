@@ -149,7 +149,7 @@ RecipeHost::Standing EngineRecipeHost::standing(const KnownTensor& tensor) {
   const EnginePtr of = engine();
   const SavedView& view = tensor.view;
   const bool alive = !tensor.storage.expired();
-  if (view.of_leaf() || of->persistent.contains(view.storage_key())) {
+  if (of->persists(view)) {
     return alive && is_there_to_stay(*of, tensor) ? Standing::kPersistent : Standing::kUnknown;
   }
   if (const KnownPtr known = known_in(*of, view); known && (moved_entry(known) || alive)) {
@@ -205,18 +205,14 @@ SourcePtr EngineRecipeHost::save(const KnownTensor& tensor) {
   if (engine()->directed && !in.plan && !in.recorder) {
     return nullptr;
   }
-  int64_t ordinal = kFirstOrdinal + kMostForOne * offer_->ordinal + saved_++;
-  SaveResult saved = engine()->save(Offer{.tensor = held,
-                                          .view = tensor.view,
-                                          .unit = offer_->unit,
-                                          .group = offer_->group,
-                                          .covered = offer_->covered,
-                                          .action = offer_->action,
-                                          .number = offer_->number,
-                                          .ordinal = ordinal,
-                                          .batch = offer_->batch,
-                                          .why_kept = offer_->why_kept,
-                                          .for_recipe = true});
+  HookScope scope = offer_->scope;
+  scope.ordinal = kFirstOrdinal + kMostForOne * scope.ordinal + saved_++;
+  SaveResult saved = engine()->save({.tensor = held,
+                                     .view = tensor.view,
+                                     .scope = scope,
+                                     .number = offer_->number,
+                                     .batch = offer_->batch,
+                                     .for_recipe = true});
   if (saved.moves) {
     return moved_source(as_entry(saved.known), tensor);
   }

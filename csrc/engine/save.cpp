@@ -39,23 +39,6 @@ bool is_traced() {
 
 }  // namespace
 
-SaveResult HookScope::save(const at::Tensor& tensor, const SavedView& view, Batch* batch) {
-  return engine->save({.tensor = tensor,
-                       .view = view,
-                       .unit = unit,
-                       .group = group.value_or(Iteration::kNoGroup),
-                       .covered = covered,
-                       .action = action,
-                       .number = packs,
-                       .ordinal = ordinal,
-                       .batch = batch,
-                       .why_kept = why_kept});
-}
-
-bool HookScope::persists(const SavedView& view) const {
-  return view.of_leaf() || engine->persistent.contains(view.storage_key());
-}
-
 const char* why_fixed(const SavedView& view) {
   if (view.private_format()) {
     return reasons::kPrivateFormat;
@@ -131,7 +114,7 @@ SaveResult Engine::save_again(const Offer& offer, const KnownPtr& known) {
     recipes->saved_again(offer.view);
   }
   if (entry->iteration && entry->iteration->recorder) {
-    entry->iteration->recorder->again(*entry, offer.unit);
+    entry->iteration->recorder->again(*entry, offer.scope.unit);
   }
   // It has left, or waits to: then the entry holds the storage.
   const bool leaves = entry->away() || entry->storage;
@@ -158,7 +141,7 @@ SaveResult Engine::look_up(const Offer& offer, const FoundRecipe& recipe) {
   if (view.part_of_data()) {
     return keep(view, reasons::kPartOfData);
   }
-  if (!offer.covered) {
+  if (!offer.scope.covered) {
     return keep(view, reasons::kPolicy);
   }
   if (runs_backward()) {
@@ -208,12 +191,13 @@ SaveResult Engine::decide(const Offer& offer, FoundRecipe recipe) {
   if (directed) {
     recomputed.sweep();
   }
-  std::optional<Action> action = offer.action ? offer.action : policy.action;
-  if (policy.asks && !offer.action) {
+  const HookScope& scope = offer.scope;
+  std::optional<Action> action = scope.action ? scope.action : policy.action;
+  if (policy.asks && !scope.action) {
     action = host->decide(*this, offer);
   }
   if (action == Action::kKeep && !directed) {
-    return stay(offer.view, offer.why_kept);
+    return stay(offer.view, scope.why_kept);
   }
   const TransfersPtr& by = transfers_from(offer.view.device());
   if (!by) {
@@ -229,7 +213,7 @@ SaveResult Engine::decide(const Offer& offer, FoundRecipe recipe) {
   iteration->look_at_held();
   look_at_released(*iteration);
   learn();
-  ++offer.ordinal;
+  ++offer.scope.ordinal;
   Action wanted = action ? *action : default_action(*by);
   if (!directed) {
     return admit(offer, by, {.action = wanted});
@@ -255,7 +239,8 @@ SaveResult Engine::admit(const Offer& offer, const TransfersPtr& by, Decision de
   const auto nbytes = static_cast<int64_t>(offer.view.storage_nbytes());
   bool recomputes = decision.action == Action::kRecompute;
   const Action action = recomputes ? by->policy.without_recipe : decision.action;
-  const char* why = iteration->admit(nbytes, action == Action::kEncode, offer.group);
+  const char* why = iteration->admit(nbytes, action == Action::kEncode,
+                                     offer.scope.group.value_or(Iteration::kNoGroup));
   if (action == Action::kKeep) {
     why = decision.directed ? reasons::kPlanned : reasons::kPolicy;
   } else if (decision.directed && why != reasons::kNeverFreed) {
@@ -307,7 +292,7 @@ const char* Engine::send_as(Action action, const Offer& offer, const TransfersPt
   if (action == Action::kSwap && schedule != Schedule::kBatches) {
     return send_raw(entry, storage, *by);
   }
-  const TensorKey key{std::string(offer.unit), offer.ordinal, entry->nbytes(),
+  const TensorKey key{offer.scope.unit, offer.scope.ordinal, entry->nbytes(),
                       offer.tensor.scalar_type()};
   return leave(entry, storage, {by, form_of(action), key});
 }
@@ -320,7 +305,7 @@ Engine::FoundRecipe Engine::recipe_of(const Offer& offer, double most_extra, boo
   const EngineRecipeHost::Saving saving(*recipes, offer);
   return std::make_shared<RecipeAnswer>(
       recipes->offer(std::make_shared<StorageRef>(offer.tensor.storage()), offer.view,
-                     {.unit = std::string(offer.unit),
+                     {.unit = offer.scope.unit,
                       .number = offer.number,
                       .nbytes = static_cast<int64_t>(offer.view.storage_nbytes()),
                       .dtype = offer.tensor.scalar_type()},

@@ -36,15 +36,9 @@ class Batches : public ::testing::Test {
   EntryPtr save(Batch& batch, at::Tensor tensor, Action action = Action::kSwap) {
     const Locked locked(engine->lock);
     const SavedView view = *SavedView::capture(tensor);
-    const SaveResult saved = engine->save({.tensor = tensor,
-                                           .view = view,
-                                           .unit = "unit",
-                                           .group = Iteration::kNoGroup,
-                                           .covered = true,
-                                           .action = action,
-                                           .number = 0,
-                                           .ordinal = ordinal,
-                                           .batch = &batch});
+    scope.action = action;
+    const SaveResult saved = engine->save(
+        {.tensor = tensor, .view = view, .scope = scope, .number = 0, .batch = &batch});
     EXPECT_TRUE(saved.moves) << "it waits";
     auto entry = std::static_pointer_cast<Entry>(saved.known);
     ++entry->handles;
@@ -65,7 +59,7 @@ class Batches : public ::testing::Test {
       std::make_shared<BlockSender>(std::make_shared<WorkerLane>(2, 1 << 20), pool);
   EnginePtr engine = std::make_shared<Engine>(/*prefetch_bytes=*/0, Schedule::kBatches);
   testing::Host& host = testing::host_of(*engine, testing::transfers_by(sender));
-  int64_t ordinal = -1;
+  HookScope scope{.unit = "unit", .covered = true};
 };
 
 TEST_F(Batches, NothingLeavesBeforeItIsTold) {

@@ -44,16 +44,14 @@ class Engines : public ::testing::Test {
   Engines() {
     engine->policy.action = Action::kSwap;
     engine->policy.min_bytes = 1;
-    scope->unit = "unit";
-    scope->covered = true;
     engine->ledger.warn = [this](const std::string& message) { told.push_back(message); };
   }
 
   Handle save(const at::Tensor& tensor) {
     const Locked locked(engine->lock);
     SavedView view = *SavedView::capture(tensor);
-    ++scope->packs;
-    SaveResult saved = scope->save(tensor, view);
+    SaveResult saved =
+        engine->save({.tensor = tensor, .view = view, .scope = scope, .number = ++scope.packs});
     if (saved.moves) {
       ++static_cast<Entry&>(*saved.known).handles;
       return {saved, view, {}};
@@ -78,7 +76,7 @@ class Engines : public ::testing::Test {
   EnginePtr engine = std::make_shared<Engine>(/*prefetch_bytes=*/0);
   testing::Host& host = testing::host_of(*engine, testing::transfers_by(sender));
   std::vector<std::string> told;
-  std::optional<HookScope> scope{engine};
+  HookScope scope{.unit = "unit", .covered = true};
 };
 
 TEST_F(Engines, WhatIsSavedLeavesAndComesBack) {
@@ -144,10 +142,10 @@ TEST_F(Engines, AFunctionOfTheUsersIsAskedUnlessWhoSavesHasAnAction) {
   host.says = std::nullopt;
   EXPECT_TRUE(save(saved_bytes(1)).saved.moves) << "as suits the device";
   EXPECT_EQ(host.asked, 2);
-  scope->action = Action::kSwap;
+  scope.action = Action::kSwap;
   host.says = Action::kKeep;
   EXPECT_TRUE(save(saved_bytes(1)).saved.moves);
-  scope->action = Action::kKeep;
+  scope.action = Action::kKeep;
   EXPECT_FALSE(save(saved_bytes(1)).saved.moves);
   EXPECT_EQ(host.asked, 2);
 }
@@ -156,9 +154,9 @@ TEST_F(Engines, ParametersAndBuffersAreKnownByTheirStorages) {
   const at::Tensor plain = saved_bytes(1), buffer = saved_bytes(2);
   const at::Tensor leaf = at::empty({8}, at::kFloat).requires_grad_();
   engine->set_persistent({buffer});
-  EXPECT_FALSE(scope->persists(*SavedView::capture(plain)));
-  EXPECT_TRUE(scope->persists(*SavedView::capture(buffer.slice(0, 5, 10))));
-  EXPECT_TRUE(scope->persists(*SavedView::capture(leaf)));
+  EXPECT_FALSE(engine->persists(*SavedView::capture(plain)));
+  EXPECT_TRUE(engine->persists(*SavedView::capture(buffer.slice(0, 5, 10))));
+  EXPECT_TRUE(engine->persists(*SavedView::capture(leaf)));
   EXPECT_EQ(why_fixed(*SavedView::capture(plain)), nullptr);
 }
 
@@ -209,11 +207,10 @@ TEST_F(Engines, WithoutARecipeARecomputedStorageLeavesAsSuitsTheDevice) {
   const EnginePtr other = std::make_shared<Engine>(/*prefetch_bytes=*/0);
   testing::host_of(*other, host.transfers);
   other->policy.min_bytes = 1;
-  HookScope of_other(other);
-  of_other.covered = true;
   const at::Tensor tensor = saved_bytes(1);
   const Locked locked(other->lock);
-  EXPECT_TRUE(of_other.save(tensor, *SavedView::capture(tensor)).moves);
+  const SavedView view = *SavedView::capture(tensor);
+  EXPECT_TRUE(other->save({.tensor = tensor, .view = view, .scope = scope, .number = 1}).moves);
   EXPECT_NE(other->recipes, nullptr);
 }
 
@@ -275,7 +272,7 @@ TEST_F(Engines, WhatBeginsSmallerThanPlannedIsAskedAbout) {
                               .action = Action::kSwap});
     }
     begin_iteration();
-    scope->ordinal = -1;
+    scope.ordinal = -1;
     engine->iteration->plan = plan;
     host.asked = 0;
     const Handle first = save(saved_bytes(1)), second = save(saved_bytes(2));
@@ -291,7 +288,6 @@ TEST_F(Engines, AnEntryOutlivesTheEngineOfWhoeverMadeIt) {
   const Handle handle = save(saved_bytes(9));
   const std::weak_ptr<Engine> alive = engine;
   const EntryPtr entry = handle.entry();
-  scope.reset();
   engine.reset();
   ASSERT_FALSE(alive.expired()) << "an entry counts in its engine";
   engine = alive.lock();

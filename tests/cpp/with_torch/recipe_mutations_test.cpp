@@ -236,14 +236,8 @@ struct Recomputing {
   EntryPtr save(const at::Tensor& tensor) {
     const Locked locked(engine->lock);
     const SavedView view = *SavedView::capture(tensor);
-    const SaveResult saved = engine->save({.tensor = tensor,
-                                           .view = view,
-                                           .unit = "unit",
-                                           .group = Iteration::kNoGroup,
-                                           .covered = true,
-                                           .action = std::nullopt,
-                                           .number = number++,
-                                           .ordinal = ordinal});
+    const SaveResult saved =
+        engine->save({.tensor = tensor, .view = view, .scope = scope, .number = number++});
     EXPECT_TRUE(saved.moves);
     auto entry = std::static_pointer_cast<Entry>(saved.known);
     ++entry->handles;
@@ -302,7 +296,8 @@ struct Recomputing {
   const std::shared_ptr<WorkerLane> lane = std::make_shared<WorkerLane>(2, kBudget);
   const EnginePtr engine = std::make_shared<Engine>(/*prefetch_bytes=*/0);
   const at::Tensor leaf = at::randn({kRows, kRows}).requires_grad_();
-  int64_t number = 0, ordinal = -1;
+  HookScope scope{.unit = "unit", .covered = true};
+  int64_t number = 0;
 };
 
 TEST(RecipeMutations, AHeldSourceInNoAccount) {

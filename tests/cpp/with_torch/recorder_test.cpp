@@ -250,20 +250,13 @@ TEST_F(Records, UnderAPlanAnIterationIsTakenDownToo) {
   }
   engine->iteration->plan = plan;
   std::vector<KnownPtr> entries;
+  HookScope scope{.unit = "unit", .covered = true};
   for (int64_t place = 0; place < 2; ++place) {
     const at::Tensor tensor = bytes();
     const SavedView view = *SavedView::capture(tensor);
     const Locked locked(engine->lock);
-    entries.push_back(engine
-                          ->save({.tensor = tensor,
-                                  .view = view,
-                                  .unit = "unit",
-                                  .group = Iteration::kNoGroup,
-                                  .covered = true,
-                                  .action = std::nullopt,
-                                  .number = place,
-                                  .ordinal = ordinal})
-                          .known);
+    entries.push_back(
+        engine->save({.tensor = tensor, .view = view, .scope = scope, .number = place}).known);
     ASSERT_TRUE(entries.back());
   }
   engine->demand(std::static_pointer_cast<Entry>(entries[0]));
