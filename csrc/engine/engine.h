@@ -113,28 +113,33 @@ class Engine : public std::enable_shared_from_this<Engine> {
   SaveResult keep(const SavedView& view, std::string_view reason);
   // A tensor stays for good, and its storage is known: once, however often it is saved.
   SaveResult stay(const SavedView& view, std::string_view reason);
-  // The entry of what the iteration admitted last.
-  EntryPtr make_entry(const at::Tensor& tensor, const SavedView& view, StorageRefPtr& storage);
+  // The entry of what the iteration admitted last, for a storage of that look.
+  EntryPtr make_entry(const SavedView& view, const StorageRef& storage);
+  // An entry's storage leaves as raw bytes in a block of the pool. The reason why it stays, or
+  // nullptr.
+  const char* send_raw(const EntryPtr& entry, const StorageRefPtr& storage, Transfers& by);
+  // An entry's storage is on its way, into whatever form.
+  void depart(Entry& entry, Leaving leaving);
+  // A sender has no room for a storage: told once. The reason for the statistics, which is
+  // `short_of`.
+  const char* refused(const char* short_of, const std::string& why, const Entry& entry);
 
-  // --- leaving (leave.cpp). The caller holds the lock, and the GIL where there is Python. ---
+  // --- leaving in another way (leave.cpp). The caller holds the lock, and the GIL. ---
 
   // An entry's storage leaves as the schedule has it: at once, or held until its batch is told to
   // go. The reason why it stays, or nullptr.
   const char* leave(const EntryPtr& entry, StorageRefPtr storage, LeaveOrder order);
   // An entry's storage leaves at once, as ordered. The reason why it stays, or nullptr.
   const char* send(const EntryPtr& entry, const StorageRefPtr& storage, const LeaveOrder& order);
-  // The same as raw bytes in a block of the pool.
-  const char* send_raw(const EntryPtr& entry, const StorageRefPtr& storage, Transfers& by);
   // The same as a frame. False: there was no room.
   bool encode(const EntryPtr& entry, const StorageRefPtr& storage, const LeaveOrder& order,
               Expectation expectation);
-  // An entry's storage is on its way, into whatever form.
-  void depart(Entry& entry, Leaving leaving);
-  // A sender has no room for a storage: told once. The reason for the statistics, which is
-  // `short_of`.
-  const char* refused(const char* short_of, const std::string& why, const Entry& entry);
   // A sender of frames has no room; of the first iteration's frames that is not told.
   const char* refused(const FrameSender& sender, const Entry& entry);
+  // Takes in what encoders have reported by now, of each device in the order of their encodes.
+  void learn();
+
+  // --- parameters and buffers (engine.cpp) ---
 
   // Storages of parameters and buffers, instead of those that were named before.
   void set_persistent(const std::vector<at::Tensor>& tensors);
@@ -143,9 +148,6 @@ class Engine : public std::enable_shared_from_this<Engine> {
   bool persists(const SavedView& view) const {
     return view.of_leaf() || persistent.contains(view.storage_key());
   }
-
-  // Takes in what encoders have reported by now, of each device in the order of their encodes.
-  void learn();
 
   // --- demand (engine.cpp). Neither takes the lock for the wait. ---
 

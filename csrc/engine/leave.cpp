@@ -1,4 +1,5 @@
-// How a storage leaves: what is done as ordered, and what is done instead where that cannot be.
+// How a storage leaves that is not swapped at once (save.cpp): as a frame, or when its batch is
+// told to go; what is done instead where that cannot be, and what encoders report.
 #include <string>
 #include <utility>
 #include <variant>
@@ -55,11 +56,6 @@ const char* Engine::send(const EntryPtr& entry, const StorageRefPtr& storage,
   return order.form == Form::kFrame ? reason : send_raw(entry, storage, by);
 }
 
-void Engine::depart(Entry& entry, Leaving leaving) {
-  entry.leave(std::move(leaving));
-  departing.add(&entry);
-}
-
 bool Engine::encode(const EntryPtr& entry, const StorageRefPtr& storage, const LeaveOrder& order,
                     Expectation expectation) {
   std::optional<Leaving> leaving =
@@ -69,6 +65,22 @@ bool Engine::encode(const EntryPtr& entry, const StorageRefPtr& storage, const L
   }
   depart(*entry, std::move(*leaving));
   return true;
+}
+
+// An accelerator's first frames have guessed lengths, so the room that they were short of at first
+// is counted and not told. What a later iteration is short of as well, is.
+const char* Engine::refused(const FrameSender& sender, const Entry& entry) {
+  if (sender.arena_was_full() && !short_again(entry.iteration)) {
+    return reasons::kCodecRoom;
+  }
+  return refused(reasons::kCodecRoom, sender.why_refused(), entry);
+}
+
+bool Engine::short_again(const IterationPtr& shortage) {
+  if (!first_short_) {
+    first_short_ = shortage;
+  }
+  return first_short_->lock() != shortage;
 }
 
 // There is no frame of such a tensor: the reason, of which each thing that there is to say is told

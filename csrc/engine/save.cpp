@@ -56,10 +56,8 @@ SaveResult Engine::stay(const SavedView& view, std::string_view reason) {
   return {false, Stay::make({shared_from_this(), &ledger}, view)};
 }
 
-EntryPtr Engine::make_entry(const at::Tensor& tensor, const SavedView& view,
-                            StorageRefPtr& storage) {
-  storage = std::make_shared<StorageRef>(tensor.storage());
-  EntryPtr made = Entry::make(shared_from_this(), view, *storage);
+EntryPtr Engine::make_entry(const SavedView& view, const StorageRef& storage) {
+  EntryPtr made = Entry::make(shared_from_this(), view, storage);
   iteration->place(made);
   return made;
 }
@@ -72,22 +70,6 @@ const char* Engine::refused(const char* short_of, const std::string& why, const 
                                  entry.device().str() + ": " + why +
                                  ". Training goes on with less memory saved.");
   return short_of;
-}
-
-// An accelerator's first frames have guessed lengths, so the room that they were short of at first
-// is counted and not told. What a later iteration is short of as well, is.
-const char* Engine::refused(const FrameSender& sender, const Entry& entry) {
-  if (sender.arena_was_full() && !short_again(entry.iteration)) {
-    return reasons::kCodecRoom;
-  }
-  return refused(reasons::kCodecRoom, sender.why_refused(), entry);
-}
-
-bool Engine::short_again(const IterationPtr& shortage) {
-  if (!first_short_) {
-    first_short_ = shortage;
-  }
-  return first_short_->lock() != shortage;
 }
 
 // Whether memory that no operator made may hold something else than in an earlier forward. A buffer
@@ -246,8 +228,8 @@ SaveResult Engine::admit(const Offer& offer, const TransfersPtr& by, Decision de
   } else if (decision.directed && why != reasons::kNeverFreed) {
     why = nullptr;
   }
-  StorageRefPtr storage;
-  const EntryPtr entry = make_entry(offer.tensor, offer.view, storage);
+  auto storage = std::make_shared<StorageRef>(offer.tensor.storage());
+  const EntryPtr entry = make_entry(offer.view, *storage);
   entry->for_recipe = offer.for_recipe;
   recomputes = recomputes && why == nullptr;
   SaveResult made{true, entry};
@@ -348,6 +330,11 @@ const char* Engine::send_raw(const EntryPtr& entry, const StorageRefPtr& storage
   }
   depart(*entry, std::move(*leaving));
   return nullptr;
+}
+
+void Engine::depart(Entry& entry, Leaving leaving) {
+  entry.leave(std::move(leaving));
+  departing.add(&entry);
 }
 
 }  // namespace memswap

@@ -90,8 +90,8 @@ class Records : public ::testing::Test {
     if (fails) {
       return nullptr;
     }
-    StorageRefPtr storage;
-    const EntryPtr entry = engine->make_entry(tensor, view, storage);
+    auto storage = std::make_shared<StorageRef>(tensor.storage());
+    const EntryPtr entry = engine->make_entry(view, *storage);
     engine->depart(*entry, sender->send(storage).value());
     storage.reset();  // its ticket's share is the last one
     ++entry->handles;

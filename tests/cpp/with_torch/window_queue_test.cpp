@@ -71,8 +71,7 @@ class WindowQueues : public ::testing::Test {
     const at::Tensor tensor = at::empty({megabytes * kMb}, at::kByte);
     const SavedView view = *SavedView::capture(tensor);
     engine->iteration->admit(megabytes * kMb, true, Iteration::kNoGroup);
-    StorageRefPtr storage;
-    return engine->make_entry(tensor, view, storage);
+    return engine->make_entry(view, StorageRef(tensor.storage()));
   }
 
   void defer(const std::string& name, int64_t megabytes, double gain = 0.5, int64_t on = 0) {
