@@ -219,7 +219,7 @@ SaveResult Engine::decide(const Offer& offer, FoundRecipe recipe) {
 
 SaveResult Engine::admit(const Offer& offer, const TransfersPtr& by, Decision decision) {
   const auto nbytes = static_cast<int64_t>(offer.view.storage_nbytes());
-  bool recomputes = decision.action == Action::kRecompute;
+  const bool recomputes = decision.action == Action::kRecompute;
   const Action action = recomputes ? by->policy.without_recipe : decision.action;
   const char* why = iteration->admit(nbytes, action == Action::kEncode,
                                      offer.scope.group.value_or(Iteration::kNoGroup));
@@ -231,10 +231,10 @@ SaveResult Engine::admit(const Offer& offer, const TransfersPtr& by, Decision de
   auto storage = std::make_shared<StorageRef>(offer.tensor.storage());
   const EntryPtr entry = make_entry(offer.view, *storage);
   entry->for_recipe = offer.for_recipe;
-  recomputes = recomputes && why == nullptr;
-  SaveResult made{true, entry};
-  if (!(recomputes || decision.learns) ||
-      !becomes_recipe(entry, offer, recomputes, decision.recipe)) {
+  const bool may_become_recipe = recomputes && why == nullptr;
+  const bool is_recipe = (may_become_recipe || decision.learns) &&
+                         becomes_recipe(entry, offer, may_become_recipe, decision.recipe);
+  if (!is_recipe) {
     if (why == nullptr && action == Action::kEncode &&
         iteration->frame_held_at_peak(entry->index)) {
       why = reasons::kHeldAtPeak;
@@ -244,7 +244,6 @@ SaveResult Engine::admit(const Offer& offer, const TransfersPtr& by, Decision de
     }
     if (why != nullptr) {
       ledger.keep(why, nbytes);
-      made.moves = false;
     }
   }
   storage.reset();  // its ticket's share is the last one
@@ -253,7 +252,7 @@ SaveResult Engine::admit(const Offer& offer, const TransfersPtr& by, Decision de
   } else if (schedule != Schedule::kBatches && !by->works_ahead()) {
     note_save(*entry, why == reasons::kHeldAtPeak);
   }
-  return made;
+  return {.moves = is_recipe || why == nullptr, .known = entry};
 }
 
 // Tells the iteration how many bytes are there with a save ([Note: Held at the peak]).
