@@ -28,15 +28,6 @@ struct Share {
   std::vector<EntryPtr> small;  // which travel together
 };
 
-// Waits, and leaves a failure to whoever notices it next.
-void wait_quietly(const TicketPtr& ticket) {
-  const WithoutGil without_gil;
-  try {
-    ticket->wait();
-  } catch (const TransferError&) {
-  }
-}
-
 // Its storage leaves with its ticket, or it stays for a reason, and goes on holding it.
 void end_waiting(Engine& engine, Entry& entry, const char* refused) {
   if (refused == nullptr) {
@@ -206,7 +197,10 @@ void Batch::wait_offload() {
       continue;
     }
     locked.unlock();
-    wait_quietly(departure);
+    {
+      const WithoutGil without_gil;
+      wait_ignoring_failure(departure);
+    }
     locked.lock();
     if (!entry->gone(true) && entry->is_away()) {
       entry->sent();  // if it failed: takes the storage back and tells about it once
@@ -242,7 +236,8 @@ void Batch::launch_load(int64_t readings) {
         return;  // whatever is missing is asked for again when it is demanded
       }
       if (!entry->away()->works_ahead()) {
-        wait_quietly(entry->arrival());  // nobody else would do the work
+        const WithoutGil without_gil;
+        wait_ignoring_failure(entry->arrival());  // nobody else would do the work
       }
     }
     entry->unseen += entry->handles * (readings - 1);

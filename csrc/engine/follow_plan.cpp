@@ -40,14 +40,6 @@ const Plan::Place* place_of(const Plan& plan, size_t index, const Offer& offer) 
   return &place;
 }
 
-// Orders the caller behind a send. One that failed gives the storage back, which its entry notices.
-void wait_for_departure(const TicketPtr departure) {
-  try {
-    departure->wait();
-  } catch (const TransferError&) {
-  }
-}
-
 }  // namespace
 
 void Engine::note_peak(Iteration& of, int64_t more_bytes) const {
@@ -79,7 +71,7 @@ void Engine::release(Iteration& of, size_t index) {
   if (entry->state() != State::kLeaving) {
     return;
   }
-  wait_for_departure(entry->departure());
+  wait_ignoring_failure(entry->departure());
   if (entry->lingers()) {
     of.released.push_back(index);
   }

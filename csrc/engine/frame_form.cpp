@@ -24,11 +24,7 @@ std::optional<LeavingFrame> FrameSender::send(const StorageRefPtr& storage,
     return std::nullopt;
   }
   if (!works_ahead_) {
-    try {
-      encoding->ticket->wait();
-    } catch (const TransferError&) {
-      // The entry notices an encode that failed, and has the bytes then.
-    }
+    wait_ignoring_failure(encoding->ticket);
   }
   std::shared_ptr<FrameWatch> watch = encoding->encoded->watch();
   auto form = std::make_shared<FrameForm>(lane_, std::move(encoding->encoded), works_ahead_);

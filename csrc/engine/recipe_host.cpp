@@ -77,12 +77,8 @@ class SavedSource final : public Source {
     const WithGil gil;
     const Locked locked(entry_->engine()->lock);
     // Who looks may be about to edit the tensor: after its bytes have been read.
-    if (const TicketPtr departure = entry_->departure()) {
-      try {
-        departure->wait();
-      } catch (const TransferError&) {
-        // The entry notices a send that failed, and has the bytes then.
-      }
+    if (entry_->departure()) {
+      wait_ignoring_failure(entry_->departure());
     }
     return seen_->view.rebuild(*looked_at(*entry_), false);
   }

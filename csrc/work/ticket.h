@@ -49,4 +49,13 @@ class Ticket {
 
 using TicketPtr = std::shared_ptr<Ticket>;
 
+// Waits for a transfer whose failure is noticed by the entry that it is of: a send that failed
+// gives the storage back. `ticket` is a share, since the entry may drop its own meanwhile.
+inline void wait_ignoring_failure(const TicketPtr ticket) {
+  try {
+    ticket->wait();
+  } catch (const TransferError&) {
+  }
+}
+
 }  // namespace memswap
