@@ -9,13 +9,13 @@ namespace memswap {
 
 namespace {
 
-// The first of a row, held for as long as the caller asks it; what is dying leaves by itself.
-EntryPtr first_of(EntryRow& row) {
-  while (row.front() != nullptr) {
-    if (EntryPtr entry = row.front()->weak_from_this().lock()) {
+// The first of a list, held for as long as the caller asks it; what is dying leaves by itself.
+EntryPtr first_of(EntryList& list) {
+  while (list.front() != nullptr) {
+    if (EntryPtr entry = list.front()->weak_from_this().lock()) {
       return entry;
     }
-    row.remove(row.front());
+    list.remove(list.front());
   }
   return nullptr;
 }
@@ -27,44 +27,44 @@ bool is_held(const Entry& entry) {
 
 }  // namespace
 
-EntryRow::~EntryRow() {
+EntryList::~EntryList() {
   while (first_ != nullptr) {
     remove(first_);
   }
 }
 
-void EntryRow::append(Entry* entry) {
-  entry->leave_row();
-  RowPlace& place = entry->place_in_row;
+void EntryList::append(Entry* entry) {
+  entry->leave_list();
+  ListPlace& place = entry->place_in_list;
   place = {this, last_, nullptr};
-  (last_ == nullptr ? first_ : last_->place_in_row.after) = entry;
+  (last_ == nullptr ? first_ : last_->place_in_list.after) = entry;
   last_ = entry;
   ++size_;
 }
 
-void EntryRow::remove(Entry* entry) {
-  RowPlace& place = entry->place_in_row;
-  (place.before == nullptr ? first_ : place.before->place_in_row.after) = place.after;
-  (place.after == nullptr ? last_ : place.after->place_in_row.before) = place.before;
+void EntryList::remove(Entry* entry) {
+  ListPlace& place = entry->place_in_list;
+  (place.before == nullptr ? first_ : place.before->place_in_list.after) = place.after;
+  (place.after == nullptr ? last_ : place.after->place_in_list.before) = place.before;
   place = {};
   --size_;
 }
 
-// To ask an entry may warn the user and let other threads run: what that leaves of the rows is
-// looked at anew each time. Who is held still goes to the end of the row.
-void Departing::look_at(EntryRow& row, size_t looks) {
-  for (looks = std::min(looks, row.size()); looks > 0; --looks) {
-    if (row.front() != nullptr && is_held(*row.front())) {
-      row.append(row.front());
+// To ask an entry may warn the user and let other threads run: what that leaves of the lists is
+// looked at anew each time. An entry whose storage is held still goes to the end of the list.
+void Departing::look_at(EntryList& list, size_t looks) {
+  for (looks = std::min(looks, list.size()); looks > 0; --looks) {
+    if (list.front() != nullptr && is_held(*list.front())) {
+      list.append(list.front());
       continue;
     }
-    const EntryPtr entry = first_of(row);
+    const EntryPtr entry = first_of(list);
     if (!entry) {
       break;
     }
-    row.remove(entry.get());
-    if (entry->lingers() && entry->place_in_row.row == nullptr) {
-      row.append(entry.get());
+    list.remove(entry.get());
+    if (entry->lingers() && entry->place_in_list.list == nullptr) {
+      list.append(entry.get());
     }
   }
 }
@@ -79,7 +79,7 @@ void Departing::notice_gone(size_t looks) {
     }
     // A send that has failed gives the storage back.
     const bool stays = waits && entry->lingers();
-    if (entry->place_in_row.row == &leaving_) {
+    if (entry->place_in_list.list == &leaving_) {
       leaving_.remove(entry.get());
       if (stays) {
         lately_.append(entry.get());

@@ -8,13 +8,14 @@ namespace memswap {
 
 class Entry;
 
-// A row of entries in the order in which they were appended. An entry is in one row at most.
-class EntryRow {
+// An intrusive list of entries, in the order in which they were appended. An entry is in one list
+// at most, and leaves it when it dies.
+class EntryList {
  public:
-  EntryRow() = default;
-  EntryRow(const EntryRow&) = delete;
-  EntryRow& operator=(const EntryRow&) = delete;
-  ~EntryRow();
+  EntryList() = default;
+  EntryList(const EntryList&) = delete;
+  EntryList& operator=(const EntryList&) = delete;
+  ~EntryList();
 
   Entry* front() const { return first_; }
   size_t size() const { return size_; }
@@ -27,9 +28,9 @@ class EntryRow {
   size_t size_ = 0;
 };
 
-// An entry's place in a row.
-struct RowPlace {
-  EntryRow* row = nullptr;  // nullptr: it is in none
+// An entry's place in a list.
+struct ListPlace {
+  EntryList* list = nullptr;  // nullptr: it is in none
   Entry* before = nullptr;
   Entry* after = nullptr;
 };
@@ -43,6 +44,7 @@ class Departing {
  public:
   static constexpr size_t kAll = std::numeric_limits<size_t>::max();
   static constexpr size_t kLately = 8;
+  static constexpr size_t kLooksOfASave = 3;
 
   // The storage of an entry was sent.
   void add(Entry* entry) { leaving_.append(entry); }
@@ -50,17 +52,17 @@ class Departing {
   // Accounts for storages that went away since the last look. `looks` bounds how many of those are
   // looked at that have been held by somebody for long.
   void notice_gone(size_t looks = kAll);
-  // The same for each save, which looks at a few.
-  void notice_some() { notice_gone(3); }
+  // The same for each save.
+  void notice_some() { notice_gone(kLooksOfASave); }
 
   size_t size() const { return leaving_.size() + lately_.size() + lingering_.size(); }
 
  private:
-  static void look_at(EntryRow& row, size_t looks);
+  static void look_at(EntryList& list, size_t looks);
 
-  EntryRow leaving_;    // whose sends may be under way, in the order of these
-  EntryRow lately_;     // the last ones that were sent and are held by somebody, in that order
-  EntryRow lingering_;  // the others that are held
+  EntryList leaving_;    // whose sends may be under way, in the order of these
+  EntryList lately_;     // the last ones that were sent and are held by somebody, in that order
+  EntryList lingering_;  // the others that are held
 };
 
 }  // namespace memswap

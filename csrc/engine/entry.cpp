@@ -74,7 +74,7 @@ EntryPtr Entry::make(EnginePtr engine, const SavedView& view, const StorageRef& 
 // take hold of an entry that is dying.
 Entry::~Entry() {
   forget_identity();
-  leave_row();
+  leave_list();
   residence_.reset();
   abandon(departure_);
   abandon(arrival_);

@@ -223,11 +223,11 @@ class Entry final : public Known, public std::enable_shared_from_this<Entry> {
   // Nothing: it does not wait for a batch.
   std::optional<std::variant<LeaveOrder, Leaving>> order;
   std::shared_ptr<Trial> trial;  // of its recipe, while its place is being learnt
-  RowPlace place_in_row;
+  ListPlace place_in_list;
 
-  void leave_row() {
-    if (place_in_row.row != nullptr) {
-      place_in_row.row->remove(this);
+  void leave_list() {
+    if (place_in_list.list != nullptr) {
+      place_in_list.list->remove(this);
     }
   }
 

@@ -251,7 +251,7 @@ TEST_F(Entries, EntriesDoNotNeedTheRowsThatTheyAreIn) {
     Departing departing;
     departing.add(entry.get());
   }
-  EXPECT_EQ(entry->place_in_row.row, nullptr);
+  EXPECT_EQ(entry->place_in_list.list, nullptr);
   entry.reset();
 }
 
