@@ -55,8 +55,9 @@ Ledger::Found Ledger::find(const SavedView& view) {
   }
   Row& row = found->second;
   if (row.stays) {
-    // whatever the content
-  } else if (identity_of(row.counter) != identity_of(view.counter())) {
+    return {.known = row.known.lock()};  // whatever the content
+  }
+  if (identity_of(row.counter) != identity_of(view.counter())) {
     if (view.version() != 0 || row.version != 0 || row.counter.current_version() != 0) {
       return {.conflicts = true};
     }
@@ -67,7 +68,7 @@ Ledger::Found Ledger::find(const SavedView& view) {
   if (!known) {  // it is dying
     return {};
   }
-  if (!row.stays && !view.computed() && (view.begin() < row.begin || view.end() > row.end)) {
+  if (!view.computed() && (view.begin() < row.begin || view.end() > row.end)) {
     if (row.node != at::sequence_number::peek()) {
       return {.conflicts = true};
     }

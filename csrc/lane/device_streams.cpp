@@ -70,12 +70,7 @@ at::Tensor DeviceStreams::new_bytes(size_t nbytes) const { return new_bytes_on(d
 
 at::Tensor DeviceStreams::device_bytes(const c10::Storage& storage, size_t offset,
                                        size_t nbytes) const {
-  auto tensor = at::detail::make_tensor<c10::TensorImpl>(
-      c10::TensorImpl::VIEW, c10::Storage(storage), keys_, caffe2::TypeMeta::Make<uint8_t>());
-  c10::TensorImpl* impl = tensor.unsafeGetTensorImpl();
-  impl->set_storage_offset(static_cast<int64_t>(offset));
-  impl->set_sizes_contiguous({static_cast<int64_t>(nbytes)});
-  return tensor;
+  return byte_view(storage, keys_, offset, nbytes);
 }
 
 at::Tensor DeviceStreams::host_bytes(const Block& block, size_t offset, size_t nbytes) {

@@ -17,8 +17,13 @@
 namespace memswap {
 namespace {
 
-at::Tensor bytes_of(const c10::Storage& storage, c10::DispatchKeySet keys, size_t offset,
-                    size_t nbytes) {
+// The deleter is also how a part is recognised.
+void drop_owner(void* owner) { delete static_cast<c10::Storage*>(owner); }
+
+}  // namespace
+
+at::Tensor byte_view(const c10::Storage& storage, c10::DispatchKeySet keys, size_t offset,
+                     size_t nbytes) {
   auto tensor = at::detail::make_tensor<c10::TensorImpl>(
       c10::TensorImpl::VIEW, c10::Storage(storage), keys, caffe2::TypeMeta::Make<uint8_t>());
   c10::TensorImpl* impl = tensor.unsafeGetTensorImpl();
@@ -26,11 +31,6 @@ at::Tensor bytes_of(const c10::Storage& storage, c10::DispatchKeySet keys, size_
   impl->set_sizes_contiguous({static_cast<int64_t>(nbytes)});
   return tensor;
 }
-
-// The deleter is also how a part is recognised.
-void drop_owner(void* owner) { delete static_cast<c10::Storage*>(owner); }
-
-}  // namespace
 
 std::pair<StorageRefPtr, std::vector<size_t>> gather(const std::vector<StorageRefPtr>& storages) {
   if (storages.empty() || std::ranges::find(storages, nullptr) != storages.end()) {
@@ -40,30 +40,29 @@ std::pair<StorageRefPtr, std::vector<size_t>> gather(const std::vector<StorageRe
   }
   const c10::Device device = storages.front()->storage.device();
   std::vector<size_t> offsets;
-  size_t total = 0;
+  size_t end = 0;
   for (const StorageRefPtr& ref : storages) {
     if (ref->storage.device() != device) {
       throw std::invalid_argument("memswap: storages that are gathered are on one device; found " +
                                   device.str() + " and " + ref->storage.device().str());
     }
-    offsets.push_back(total);
-    const size_t nbytes = ref->storage.nbytes();
-    total += (nbytes + kPartAlignment - 1) / kPartAlignment * kPartAlignment;
+    // What lies between two parts is never read, but it is copied: a machine that checks sees bytes
+    // that nobody wrote.
+    const size_t begin = (end + kPartAlignment - 1) / kPartAlignment * kPartAlignment;
+    offsets.push_back(begin);
+    end = begin + ref->storage.nbytes();
   }
-  // What lies between the parts is never read, but it is copied: a machine that checks sees bytes
-  // that nobody wrote. The last part needs no room behind it.
-  total = offsets.back() + storages.back()->storage.nbytes();
 
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
   const WithoutModes without_modes;
   const c10::DeviceGuard guard(device);
   const at::Tensor whole =
-      at::empty({static_cast<int64_t>(total)}, at::TensorOptions().dtype(at::kByte).device(device));
+      at::empty({static_cast<int64_t>(end)}, at::TensorOptions().dtype(at::kByte).device(device));
   std::vector<at::Tensor> from, to;
   for (size_t i = 0; i < storages.size(); ++i) {
     const size_t nbytes = storages[i]->storage.nbytes();
-    from.push_back(bytes_of(storages[i]->storage, whole.key_set(), 0, nbytes));
-    to.push_back(bytes_of(whole.storage(), whole.key_set(), offsets[i], nbytes));
+    from.push_back(byte_view(storages[i]->storage, whole.key_set(), 0, nbytes));
+    to.push_back(byte_view(whole.storage(), whole.key_set(), offsets[i], nbytes));
   }
   at::_foreach_copy_(to, from, /*non_blocking=*/true);
   return {std::make_shared<StorageRef>(whole.storage()), std::move(offsets)};

@@ -1,6 +1,9 @@
 // Several storages in one: small ones travel together.
 #pragma once
 
+#include <ATen/core/Tensor.h>
+#include <c10/core/DispatchKeySet.h>
+
 #include <cstddef>
 #include <utility>
 #include <vector>
@@ -17,6 +20,11 @@ constexpr size_t kPartAlignment = 512;
 // stream may be dropped as soon as the call has returned; Lane::gather sees to the others. Throws
 // std::invalid_argument for storages of different devices, or none.
 std::pair<StorageRefPtr, std::vector<size_t>> gather(const std::vector<StorageRefPtr>& storages);
+
+// Bytes of a storage as a tensor of bytes, without a copy and without asking its device. `keys`: of
+// a tensor there.
+at::Tensor byte_view(const c10::Storage& storage, c10::DispatchKeySet keys, size_t offset,
+                     size_t nbytes);
 
 // Bytes of a storage as a storage of its own, without a copy. It keeps the whole one alive; its
 // memory cannot be resized. Throws std::invalid_argument where it reaches beyond the end.
