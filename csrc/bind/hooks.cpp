@@ -244,7 +244,7 @@ py::object pack_plain(py::handle self, Scope& scope, py::handle object, SavedVie
   // A frozen parameter that nobody has named is known by its class.
   const bool persists = engine.persists(view) || (is_of_subclass(object.ptr(), tensor) &&
                                                   self.attr("is_frozen")(object).cast<bool>());
-  if (const char* const reason = persists ? reasons::kParameter : why_fixed(view)) {
+  if (const Reason reason = persists ? reasons::kParameter : why_fixed(view)) {
     return kept_handle(object.ptr(), engine.keep(view, reason).known, scope.owner.ptr());
   }
   if (scope.pushed && may_be_filled_yet(object.ptr(), view)) {

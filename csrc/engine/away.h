@@ -5,6 +5,7 @@
 #include <memory>
 
 #include "lane/lane.h"
+#include "reasons.h"
 #include "storage/storage.h"
 #include "work/ticket.h"
 
@@ -60,9 +61,8 @@ class AwayForm {
   // The lane by which the storage was sent; nullptr: none, or as a part of something longer.
   virtual AnyLanePtr sent_by() const { return nullptr; }
 
-  // The resource that has run out where a send into this form fails: a reason in the statistics
-  // (reasons.h).
-  virtual const char* short_of() const = 0;
+  // The resource that has run out where a send into this form fails.
+  virtual Reason short_of() const = 0;
 
   // Orders the caller behind the form's own way to a pool: it holds no memory of the device then.
   virtual void wait_sent() {}

@@ -29,7 +29,7 @@ struct Share {
 };
 
 // Its storage leaves with its ticket, or it stays for a reason, and goes on holding it.
-void end_waiting(Engine& engine, Entry& entry, const char* refused) {
+void end_waiting(Engine& engine, Entry& entry, Reason refused) {
   if (refused == nullptr) {
     entry.storage.reset();
   } else {

@@ -10,7 +10,6 @@
 #include "lane/lane.h"
 #include "pool/block.h"
 #include "pool/pool.h"
-#include "reasons.h"
 
 namespace memswap {
 
@@ -24,7 +23,7 @@ class BlockForm final : public AwayForm {
   size_t pool_nbytes() const override { return block_->nbytes(); }
   bool works_ahead() const override { return true; }
   AnyLanePtr sent_by() const override { return lane_; }
-  const char* short_of() const override { return reasons::kPool; }
+  Reason short_of() const override { return reasons::kPool; }
 
   // Brings the bytes into the memory of a storage of the same length, as soon as that has left:
   // `departure` is its send. The caller waits for both tickets before it uses the memory.

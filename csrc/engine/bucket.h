@@ -40,7 +40,7 @@ class BucketPart final : public AwayForm {
   size_t pool_nbytes() const override { return nbytes_; }
   bool works_ahead() const override { return true; }
   bool frees_first() const override { return true; }  // it was gathered
-  const char* short_of() const override { return reasons::kPool; }
+  Reason short_of() const override { return reasons::kPool; }
 
  private:
   const std::shared_ptr<Bucket> bucket_;

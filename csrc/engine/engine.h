@@ -115,27 +115,26 @@ class Engine : public std::enable_shared_from_this<Engine> {
   SaveResult stay(const SavedView& view, std::string_view reason);
   // The entry of what the iteration admitted last, for a storage of that look.
   EntryPtr make_entry(const SavedView& view, const StorageRef& storage);
-  // An entry's storage leaves as raw bytes in a block of the pool. The reason why it stays, or
-  // nullptr.
-  const char* send_raw(const EntryPtr& entry, const StorageRefPtr& storage, Transfers& by);
+  // An entry's storage leaves as raw bytes in a block of the pool, unless there is a reason.
+  Reason send_raw(const EntryPtr& entry, const StorageRefPtr& storage, Transfers& by);
   // An entry's storage is on its way, into whatever form.
   void depart(Entry& entry, Leaving leaving);
   // A sender has no room for a storage: told once. The reason for the statistics, which is
   // `short_of`.
-  const char* refused(const char* short_of, const std::string& why, const Entry& entry);
+  Reason refused(Reason short_of, const std::string& why, const Entry& entry);
 
   // --- leaving in another way (leave.cpp). The caller holds the lock, and the GIL. ---
 
-  // An entry's storage leaves as the schedule has it: at once, or held until its batch is told to
-  // go. The reason why it stays, or nullptr.
-  const char* leave(const EntryPtr& entry, StorageRefPtr storage, LeaveOrder order);
-  // An entry's storage leaves at once, as ordered. The reason why it stays, or nullptr.
-  const char* send(const EntryPtr& entry, const StorageRefPtr& storage, const LeaveOrder& order);
+  // An entry's storage leaves as the schedule has it, unless there is a reason: at once, or held
+  // until its batch is told to go.
+  Reason leave(const EntryPtr& entry, StorageRefPtr storage, LeaveOrder order);
+  // An entry's storage leaves at once, as ordered, unless there is a reason.
+  Reason send(const EntryPtr& entry, const StorageRefPtr& storage, const LeaveOrder& order);
   // The same as a frame. False: there was no room.
   bool encode(const EntryPtr& entry, const StorageRefPtr& storage, const LeaveOrder& order,
               Expectation expectation);
   // A sender of frames has no room; of the first iteration's frames that is not told.
-  const char* refused(const FrameSender& sender, const Entry& entry);
+  Reason refused(const FrameSender& sender, const Entry& entry);
   // Takes in what encoders have reported by now, of each device in the order of their encodes.
   void learn();
 
@@ -217,8 +216,8 @@ class Engine : public std::enable_shared_from_this<Engine> {
     FoundRecipe recipe = nullptr;
   };
   SaveResult admit(const Offer& offer, const TransfersPtr& by, Decision decision);
-  const char* send_as(Action action, const Offer& offer, const TransfersPtr& by,
-                      const EntryPtr& entry, const StorageRefPtr& storage);
+  Reason send_as(Action action, const Offer& offer, const TransfersPtr& by, const EntryPtr& entry,
+                 const StorageRefPtr& storage);
   void note_save(const Entry& entry, bool stays);
   const TransfersPtr& transfers_from(c10::Device device);
   Action default_action(const Transfers& by);
@@ -227,7 +226,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   bool refilled(const KnownPtr& known, const SavedView& view) const;
   // Whether frames were short of room in an earlier iteration as well.
   bool short_again(const IterationPtr& shortage);
-  const char* declined(const Refused& refused, const Entry& entry);
+  Reason declined(const Refused& refused, const Entry& entry);
   // Whether what this sender encodes waits for a window.
   bool defers(const FrameSender& sender) const {
     return windows != nullptr && sender.works_ahead();
@@ -242,7 +241,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   std::deque<std::pair<c10::Device, TransfersPtr>> devices_;
 };
 
-// Why a tensor cannot move, whatever the policy says; nullptr: it can.
-const char* why_fixed(const SavedView& view);
+// Why a tensor cannot move, whatever the policy says.
+Reason why_fixed(const SavedView& view);
 
 }  // namespace memswap

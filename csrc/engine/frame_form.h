@@ -11,7 +11,6 @@
 #include "codec/frame_plan.h"
 #include "lane/lane.h"
 #include "pool/pool.h"
-#include "reasons.h"
 
 namespace memswap {
 
@@ -28,7 +27,7 @@ class FrameForm final : public AwayForm {
   bool works_ahead() const override { return works_ahead_; }
   bool decodes() const override { return !encoded_->swapped(); }
   AnyLanePtr sent_by() const override { return lane_; }
-  const char* short_of() const override { return reasons::kCodecRoom; }
+  Reason short_of() const override { return reasons::kCodecRoom; }
   void wait_sent() override;
 
  private:

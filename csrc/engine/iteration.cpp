@@ -5,8 +5,6 @@
 #include <span>
 #include <stdexcept>
 
-#include "reasons.h"
-
 namespace memswap {
 
 // [Note: Prefetched bytes]
@@ -34,7 +32,7 @@ constexpr double kMostDecodedShare = 1.0 / 4;
 
 // --- saving --------------------------------------------------------------------------------------
 
-const char* Iteration::admit(int64_t nbytes, bool decoded, int64_t group) {
+Reason Iteration::admit(int64_t nbytes, bool decoded, int64_t group) {
   const size_t index = size();
   groups_.push_back(group);
   entries_.emplace_back();
@@ -43,7 +41,7 @@ const char* Iteration::admit(int64_t nbytes, bool decoded, int64_t group) {
 }
 
 // An iteration whose storages are other ones is predicted by nobody from there on.
-const char* Iteration::verdict(size_t index, int64_t nbytes) {
+Reason Iteration::verdict(size_t index, int64_t nbytes) {
   if (!forecast_) {
     return nullptr;
   }

@@ -19,6 +19,7 @@
 #include "held_at_peak.h"
 #include "plan.h"
 #include "proven_recipe.h"
+#include "reasons.h"
 
 namespace memswap {
 
@@ -52,8 +53,8 @@ class Iteration : public std::enable_shared_from_this<Iteration> {
 
   // The next storage is saved. `decoded`: it would be encoded where it is. Storages of one `group`
   // are those of a checkpoint region, which replays its forward: they are expected back in the
-  // order in which they were saved. Why the storage should stay, or nullptr.
-  const char* admit(int64_t nbytes, bool decoded, int64_t group);
+  // order in which they were saved. The reason why the storage should stay.
+  Reason admit(int64_t nbytes, bool decoded, int64_t group);
   // The length of the frame that a storage should do without ([Note: Held at the peak] in
   // held_at_peak.h); nothing: it need not.
   std::optional<int64_t> frame_held_at_peak(size_t index) const;
@@ -144,7 +145,7 @@ class Iteration : public std::enable_shared_from_this<Iteration> {
   void look_at_held();
 
  private:
-  const char* verdict(size_t index, int64_t nbytes);
+  Reason verdict(size_t index, int64_t nbytes);
   std::span<const size_t> next_to_prefetch(size_t index);
   EntryPtr to_bring(size_t index) const;
 

@@ -13,7 +13,7 @@
 
 namespace memswap {
 
-const char* Engine::leave(const EntryPtr& entry, StorageRefPtr storage, LeaveOrder order) {
+Reason Engine::leave(const EntryPtr& entry, StorageRefPtr storage, LeaveOrder order) {
   if (schedule != Schedule::kBatches) {
     return send(entry, storage, order);
   }
@@ -23,8 +23,7 @@ const char* Engine::leave(const EntryPtr& entry, StorageRefPtr storage, LeaveOrd
   return nullptr;
 }
 
-const char* Engine::send(const EntryPtr& entry, const StorageRefPtr& storage,
-                         const LeaveOrder& order) {
+Reason Engine::send(const EntryPtr& entry, const StorageRefPtr& storage, const LeaveOrder& order) {
   Transfers& by = *order.transfers;
   if (order.form == Form::kBlock) {
     return send_raw(entry, storage, by);
@@ -33,7 +32,7 @@ const char* Engine::send(const EntryPtr& entry, const StorageRefPtr& storage,
   const std::optional<int64_t> most_bytes =
       entry->iteration ? entry->iteration->frame_nbytes(entry->index) : std::nullopt;
   const auto expected = by.expect(order.form, order.key, most_bytes);
-  const char* reason = nullptr;
+  Reason reason = nullptr;
   if (const auto* const expectation = std::get_if<Expectation>(&expected)) {
     const FrameSender& sender = *by.frames(order.form);
     if (defers(sender)) {
@@ -69,7 +68,7 @@ bool Engine::encode(const EntryPtr& entry, const StorageRefPtr& storage, const L
 
 // An accelerator's first frames have guessed lengths, so the room that they were short of at first
 // is counted and not told. What a later iteration is short of as well, is.
-const char* Engine::refused(const FrameSender& sender, const Entry& entry) {
+Reason Engine::refused(const FrameSender& sender, const Entry& entry) {
   if (sender.arena_was_full() && !short_again(entry.iteration)) {
     return reasons::kCodecRoom;
   }
@@ -85,7 +84,7 @@ bool Engine::short_again(const IterationPtr& shortage) {
 
 // There is no frame of such a tensor: the reason, of which each thing that there is to say is told
 // once.
-const char* Engine::declined(const Refused& refused, const Entry& entry) {
+Reason Engine::declined(const Refused& refused, const Entry& entry) {
   if (!refused.why.empty()) {
     ledger.tell_once(refused.why, "a storage of " + std::to_string(entry.nbytes()) + " bytes on " +
                                       entry.device().str() + " is not encoded: " + refused.why +

@@ -2,9 +2,17 @@
 // says what each means).
 #pragma once
 
+namespace memswap {
+
+// Why a storage stays: one of those below, and the same one where it has the same address; nullptr:
+// it does not stay.
+using Reason = const char*;
+
+}  // namespace memswap
+
 namespace memswap::reasons {
 
-// Each is one array, so addresses tell them apart. What Python code keeps has words of its own.
+// What Python code keeps has words of its own.
 
 // What it is.
 inline constexpr char kParameter[] = "parameter";

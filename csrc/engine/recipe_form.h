@@ -9,7 +9,6 @@
 #include <vector>
 
 #include "away.h"
-#include "reasons.h"
 #include "recipe.h"
 
 namespace memswap {
@@ -50,7 +49,7 @@ class RecipeForm final : public AwayForm,
   bool works_ahead() const override { return false; }
   bool recomputes() const override { return true; }
   int depth() const override { return step_->depth; }
-  const char* short_of() const override { return reasons::kNoRecipe; }
+  Reason short_of() const override { return reasons::kNoRecipe; }
 
   void before_edit() noexcept override;
 

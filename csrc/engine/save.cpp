@@ -39,7 +39,7 @@ bool is_traced() {
 
 }  // namespace
 
-const char* why_fixed(const SavedView& view) {
+Reason why_fixed(const SavedView& view) {
   if (view.private_format()) {
     return reasons::kPrivateFormat;
   }
@@ -62,7 +62,7 @@ EntryPtr Engine::make_entry(const SavedView& view, const StorageRef& storage) {
   return made;
 }
 
-const char* Engine::refused(const char* short_of, const std::string& why, const Entry& entry) {
+Reason Engine::refused(Reason short_of, const std::string& why, const Entry& entry) {
   if (entry.iteration && short_of == reasons::kPool) {
     entry.iteration->refuse(ledger.counters.away_bytes);
   }
@@ -221,8 +221,8 @@ SaveResult Engine::admit(const Offer& offer, const TransfersPtr& by, Decision de
   const auto nbytes = static_cast<int64_t>(offer.view.storage_nbytes());
   const bool recomputes = decision.action == Action::kRecompute;
   const Action action = recomputes ? by->policy.without_recipe : decision.action;
-  const char* why = iteration->admit(nbytes, action == Action::kEncode,
-                                     offer.scope.group.value_or(Iteration::kNoGroup));
+  Reason why = iteration->admit(nbytes, action == Action::kEncode,
+                                offer.scope.group.value_or(Iteration::kNoGroup));
   if (action == Action::kKeep) {
     why = decision.directed ? reasons::kPlanned : reasons::kPolicy;
   } else if (decision.directed && why != reasons::kNeverFreed) {
@@ -267,9 +267,8 @@ void Engine::note_save(const Entry& entry, bool stays) {
                            ledger.counters.most_lately());
 }
 
-// The reason why the storage stays, or nullptr.
-const char* Engine::send_as(Action action, const Offer& offer, const TransfersPtr& by,
-                            const EntryPtr& entry, const StorageRefPtr& storage) {
+Reason Engine::send_as(Action action, const Offer& offer, const TransfersPtr& by,
+                       const EntryPtr& entry, const StorageRefPtr& storage) {
   if (action == Action::kSwap && schedule != Schedule::kBatches) {
     return send_raw(entry, storage, *by);
   }
@@ -321,7 +320,7 @@ bool Engine::becomes_recipe(const EntryPtr& entry, const Offer& offer, bool leav
   return false;
 }
 
-const char* Engine::send_raw(const EntryPtr& entry, const StorageRefPtr& storage, Transfers& by) {
+Reason Engine::send_raw(const EntryPtr& entry, const StorageRefPtr& storage, Transfers& by) {
   BlockSender& sender = *by.blocks();
   std::optional<Leaving> leaving = sender.send(storage);
   if (!leaving) {

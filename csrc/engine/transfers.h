@@ -18,6 +18,7 @@
 #include "block_form.h"
 #include "expectations.h"
 #include "frame_form.h"
+#include "reasons.h"
 
 namespace memswap {
 
@@ -30,7 +31,7 @@ enum class Form : uint8_t { kBlock, kFrame, kPooledFrame };
 // Why a storage was not sent: the reason in the statistics, and in words for the user, where there
 // is more to say: which resource has run out, or what the codec did wrong.
 struct Refused {
-  const char* reason;
+  Reason reason;
   std::string why;
 };
 

@@ -117,7 +117,7 @@ TicketPtr Windows::start(const PendingEncode& pending) {
   const LeaveOrder& order = pending.order;
   const std::shared_ptr<FrameSender> sender = order.transfers->frames(order.form);
   StorageRefPtr storage = std::exchange(entry->storage, nullptr);
-  const char* reason = nullptr;
+  Reason reason = nullptr;
   if (engine_.encode(entry, storage, order, pending.expectation)) {
     notice(entry->away()->sent_by(), entry->nbytes(), true);
   } else {
