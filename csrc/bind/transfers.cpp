@@ -49,7 +49,7 @@ class PythonOpener final : public Transfers::Opener {
 void bind_transfers(py::module_& module) {
   Bound<AwayForm, AwayFormPtr>(module, "AwayForm")
       .calls<&AwayForm::bring, &AwayForm::wait_sent>()
-      .reads<&AwayForm::device_nbytes, &AwayForm::pool_nbytes, &AwayForm::works_ahead>();
+      .reads<&AwayForm::device_nbytes, &AwayForm::pool_nbytes, &AwayForm::can_fetch_ahead>();
   py::class_<BlockForm, AwayForm, std::shared_ptr<BlockForm>>(module, "BlockForm")
       .def("bring_into", &BlockForm::bring_into, "leaving"_a.none(false),
            "departure"_a.none(false));

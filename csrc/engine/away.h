@@ -43,8 +43,8 @@ class AwayForm {
   // Bytes of the device that it needs while it comes back, beside the storage.
   virtual size_t returning_nbytes() const { return 0; }
 
-  // Whether bytes can be on their way back before they are needed.
-  virtual bool works_ahead() const = 0;
+  // Whether bytes can be on their way back before they are demanded.
+  virtual bool can_fetch_ahead() const = 0;
 
   // Whether they are decoded where they are, without a link: that is best done beside an operator.
   virtual bool decodes() const { return false; }

@@ -235,7 +235,7 @@ void Batch::launch_load(int64_t readings) {
       } catch (const c10::OutOfMemoryError&) {
         return;  // whatever is missing is asked for again when it is demanded
       }
-      if (!entry->away()->works_ahead()) {
+      if (!entry->away()->can_fetch_ahead()) {
         const WithoutGil without_gil;
         wait_ignoring_failure(entry->arrival());  // nobody else would do the work
       }

@@ -21,7 +21,7 @@ class BlockForm final : public AwayForm {
   Returning bring() override;
   size_t device_nbytes() const override { return 0; }
   size_t pool_nbytes() const override { return block_->nbytes(); }
-  bool works_ahead() const override { return true; }
+  bool can_fetch_ahead() const override { return true; }
   AnyLanePtr sent_by() const override { return lane_; }
   Reason short_of() const override { return reasons::kPool; }
 

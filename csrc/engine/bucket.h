@@ -38,7 +38,7 @@ class BucketPart final : public AwayForm {
   Returning bring() override { return bucket_->bring(offset_, nbytes_); }
   size_t device_nbytes() const override { return 0; }
   size_t pool_nbytes() const override { return nbytes_; }
-  bool works_ahead() const override { return true; }
+  bool can_fetch_ahead() const override { return true; }
   bool frees_first() const override { return true; }  // it was gathered
   Reason short_of() const override { return reasons::kPool; }
 

@@ -211,7 +211,7 @@ void Entry::fetch() {
 }
 
 bool Entry::fetch_ahead() {
-  if (!away_ || storage || !away_->works_ahead() || !gone(false)) {
+  if (!away_ || storage || !away_->can_fetch_ahead() || !gone(false)) {
     return false;
   }
   fetch();

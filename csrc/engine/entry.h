@@ -182,7 +182,8 @@ class Entry final : public Known, public std::enable_shared_from_this<Entry> {
 
   // Starts bringing the bytes back into a storage of memswap's own. Throws c10::OutOfMemoryError.
   void fetch();
-  // Fetches a storage that is away, if its form works ahead of a demand. Whether that was done.
+  // Fetches a storage that is away, if its form can be fetched ahead of a demand. Whether that was
+  // done.
   bool fetch_ahead();
   // The storage: the one that is still there, the one that was fetched, or else a fetch now, which
   // counts as a stall. The caller waits for `arrival` before it reads.

@@ -16,15 +16,15 @@ namespace memswap {
 
 class FrameForm final : public AwayForm {
  public:
-  FrameForm(std::shared_ptr<CodecLane> lane, EncodedStoragePtr encoded, bool works_ahead)
-      : lane_(std::move(lane)), encoded_(std::move(encoded)), works_ahead_(works_ahead) {}
+  FrameForm(std::shared_ptr<CodecLane> lane, EncodedStoragePtr encoded, bool can_fetch_ahead)
+      : lane_(std::move(lane)), encoded_(std::move(encoded)), can_fetch_ahead_(can_fetch_ahead) {}
 
   Returning bring() override;
   // Until the encoder has reported, that includes what is set aside for the frame's overflow.
   size_t device_nbytes() const override { return encoded_->device_nbytes(); }
   size_t pool_nbytes() const override { return encoded_->swapped() ? encoded_->nbytes() : 0; }
   size_t returning_nbytes() const override { return pool_nbytes(); }
-  bool works_ahead() const override { return works_ahead_; }
+  bool can_fetch_ahead() const override { return can_fetch_ahead_; }
   bool decodes() const override { return !encoded_->swapped(); }
   AnyLanePtr sent_by() const override { return lane_; }
   Reason short_of() const override { return reasons::kCodecRoom; }
@@ -33,7 +33,7 @@ class FrameForm final : public AwayForm {
  private:
   const std::shared_ptr<CodecLane> lane_;
   const EncodedStoragePtr encoded_;
-  const bool works_ahead_;
+  const bool can_fetch_ahead_;
 };
 
 // A storage that leaves as a frame, and what its encoder finds out.

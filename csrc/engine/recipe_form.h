@@ -46,7 +46,7 @@ class RecipeForm final : public AwayForm,
   size_t pool_nbytes() const override { return 0; }
   size_t returning_nbytes() const override { return 0; }
   // Its sources may themselves be away: nothing is gained by asking for them early.
-  bool works_ahead() const override { return false; }
+  bool can_fetch_ahead() const override { return false; }
   bool recomputes() const override { return true; }
   int depth() const override { return step_->depth; }
   Reason short_of() const override { return reasons::kNoRecipe; }

@@ -381,7 +381,7 @@ class StateMover:
     def returning_bytes(self, tensor: torch.Tensor) -> int:
         """Bytes of the device that `begin_return` would take for a tensor."""
         away = away_of(tensor)
-        if away is None or away.returning is not None or not away.form.works_ahead:
+        if away is None or away.returning is not None or not away.form.can_fetch_ahead:
             return 0
         return away.nbytes
 
