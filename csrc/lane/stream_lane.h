@@ -158,6 +158,7 @@ class StreamLane final : public CheckedLane {
   c10::Stream fetch_stream() const { return fetch_stream_; }
 
  private:
+  // What CheckedLane (lane.h) calls for send, fetch and fetch_into: checks, and what is left to do.
   void check(const StorageRef& storage, const Block& block) const override;
   void check(const Block& block) const override;
   TicketPtr start_send(StorageRefPtr storage, size_t offset, BlockPtr block,
