@@ -21,6 +21,10 @@ inline constexpr std::tuple kMembers<Recipes::Learnt>{
 template <>
 inline constexpr std::tuple kMembers<BatchLimits>{&BatchLimits::small_bytes,
                                                   &BatchLimits::bucket_bytes};
+template <>
+inline constexpr std::tuple kMembers<Streak::Seen>{
+    &Streak::Seen::forwards, &Streak::Seen::ended, &Streak::Seen::in_flight,
+    &Streak::Seen::most_in_flight, &Streak::Seen::peak_bytes};
 
 static py::object fields_of(const Counters& all) {
   using C = Counters;
@@ -172,13 +176,13 @@ void bind_batches(py::module_& module) {
       .finalize();
   Bound<Batch, BatchPtr> batch(module, "Batch", py::dynamic_attr());
   batch.attr(kOnDemand) = py::none();
-  batch.reads<&Batch::name, &Batch::iteration, &Batch::phase, &Batch::alive, &Batch::nbytes>()
+  batch
+      .reads<&Batch::name, &Batch::iteration, &Batch::phase, &Batch::alive, &Batch::nbytes,
+             &Batch::launched>()
       .calls<&Batch::launch_offload, &Batch::wait_offload, &Batch::wait_load, &Batch::close>()
       .def(py::init(&make_batch), "engine"_a.none(false), "name"_a, "iteration"_a.none(false))
       .def("__repr__", &Batch::described)
-      .def("launch_load", &Batch::launch_load, "readings"_a = 1)
-      .def_property_readonly(
-          "launched", [](const Batch& self) { return self.phase() != Batch::Phase::kCollected; });
+      .def("launch_load", &Batch::launch_load, "readings"_a = 1);
 }
 
 }  // namespace
@@ -199,7 +203,8 @@ void bind_engine(py::module_& module) {
       .finalize();
   Bound<Engine, EnginePtr>(module, "Engine")
       .calls<&Engine::set_persistent, &Engine::learn, &Engine::make_room, &Engine::count_recomputed,
-             &Engine::sweep_recomputed>()
+             &Engine::sweep_recomputed, &Engine::begin_streak, &Engine::extend_streak,
+             &Engine::end_streak>()
       .reads<&Engine::schedule, &Engine::lock, &Engine::departing, &Engine::timeline,
              &Engine::backward>()
       .writes<&Engine::iteration, &Engine::directed, &Engine::plans_sources, &Engine::recipes,

@@ -70,19 +70,17 @@ void bind_entry(py::module_& module) {
       .def(py::init(&make_plan), "device"_a, "least_bytes"_a, "places"_a)
       .def("__len__", [](const Plan& plan) { return plan.places.size(); });
   Bound<Outcome>(module, "Outcome")
-      .reads<&Outcome::follows, &Outcome::began_backward, &Outcome::unfit, &Outcome::refused,
-             &Outcome::nbytes, &Outcome::peak_bytes, &Outcome::limit_bytes, &Outcome::no_recipe>();
+      .reads<&Outcome::began_backward, &Outcome::changed, &Outcome::unfit, &Outcome::refused,
+             &Outcome::peak_bytes, &Outcome::over_budget_bytes, &Outcome::no_recipe>();
   Bound<Iteration, IterationPtr>(module, "Iteration")
-      .calls<&Iteration::entry, &Iteration::present_bytes>()
+      .calls<&Iteration::entry, &Iteration::present_bytes, &Iteration::follow,
+             &Iteration::leave_plan>()
       .reads<&Iteration::sizes, &Iteration::over, &Iteration::nbytes, &Iteration::waits,
              &Iteration::began_backward, &Iteration::own_prefetch_bytes,
              &Iteration::least_prefetch_bytes, &Iteration::leaving_bytes, &Iteration::proven,
-             &Iteration::outcome, &Iteration::pooled_bytes, &Iteration::held>()
+             &Iteration::outcome, &Iteration::pooled_bytes, &Iteration::follows_plan>()
       .writes<&Iteration::recorder, &Iteration::learns_recipes, &Iteration::limit_bytes>()
-      .def_property_readonly("count", &Iteration::size)
-      .def_property(
-          "plan", [](const Iteration& self) { return std::const_pointer_cast<Plan>(self.plan); },
-          [](Iteration& self, std::shared_ptr<Plan> plan) { self.plan = std::move(plan); });
+      .def_property_readonly("count", &Iteration::size);
   Bound<Timeline>(module, "Timeline")
       .calls<&Timeline::begin>()
       .writes<&Timeline::prefetch_bytes>()

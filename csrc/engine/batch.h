@@ -66,6 +66,7 @@ class Batch : public std::enable_shared_from_this<Batch> {
   Batch& operator=(const Batch&) = delete;
 
   Phase phase() const { return phase_; }
+  bool launched() const { return phase_ != Phase::kCollected; }  // its offload was
   std::string described() const;
   // Whether any of its saved tensors may still be demanded.
   bool alive() const;

@@ -28,6 +28,7 @@
 #include "reasons.h"
 #include "recomputed.h"
 #include "storage/saved_view.h"
+#include "streak.h"
 #include "transfers.h"
 
 namespace memswap {
@@ -169,6 +170,15 @@ class Engine : public std::enable_shared_from_this<Engine> {
   // Bytes are on the device at this moment of the plan, and so many more.
   void note_peak(Iteration& of, int64_t more_bytes = 0) const;
 
+  // The current iteration has just begun and follows a plan, as those that begin after it are to
+  // ([Note: Asked when something changed] in streak.h).
+  void begin_streak(int64_t forwards, size_t in_flight, int64_t leaving_bytes);
+  // The current iteration has just begun. If it follows the plan of the streak: the bytes that may
+  // leave at once, or 0. Nothing: whoever directs is to be asked.
+  std::optional<int64_t> extend_streak();
+  // The streak ends here, if there is one.
+  std::optional<Streak::Seen> end_streak();
+
   // --- what is there beside entries, and beside operators (follow_plan.cpp) ---
 
   // A recomputed unit has saved a storage again, in backward.
@@ -236,6 +246,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   void before_demand(const EntryPtr& entry);
   void after_demand(const EntryPtr& entry);
 
+  std::optional<Streak> streak_;
   std::optional<std::weak_ptr<Iteration>> first_short_;  // where room for frames first ran out
   // Of each device that was seen, at the same place for good; nullptr: its storages stay.
   std::deque<std::pair<c10::Device, TransfersPtr>> devices_;

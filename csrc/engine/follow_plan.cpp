@@ -151,6 +151,27 @@ std::optional<SaveResult> Engine::follow_plan(const Offer& offer, FoundRecipe& r
   return admit(offer, by, {.action = *place->action, .directed = true, .recipe = recipe});
 }
 
+void Engine::begin_streak(int64_t forwards, size_t in_flight, int64_t leaving_bytes) {
+  streak_.emplace(iteration, Streak::Terms{forwards, in_flight, leaving_bytes});
+}
+
+std::optional<int64_t> Engine::extend_streak() {
+  if (!streak_ || !streak_->extend(iteration)) {
+    return std::nullopt;
+  }
+  sweep_recomputed(streak_->in_flight() > 1);
+  return streak_->terms.leaving_bytes;
+}
+
+std::optional<Streak::Seen> Engine::end_streak() {
+  if (!streak_) {
+    return std::nullopt;
+  }
+  const auto seen = std::make_optional(streak_->end());
+  streak_.reset();
+  return seen;
+}
+
 // Backward asks for a storage of an iteration that is directed, and has not waited for it yet.
 void Engine::before_demand(const EntryPtr& entry) {
   const IterationPtr& of = entry->iteration;

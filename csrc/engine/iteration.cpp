@@ -1,6 +1,7 @@
 #include "iteration.h"
 
 #include <algorithm>
+#include <cmath>
 #include <iterator>
 #include <span>
 #include <stdexcept>
@@ -27,6 +28,9 @@ constexpr double kDecodeShare = 1.0 / 32, kDecodeSlack = 1.25;
 // Of the bytes that are encoded where they are, those that may be decoded at a time for operators
 // to hide it: what frames free of them is given up.
 constexpr double kMostDecodedShare = 1.0 / 4;
+
+// An iteration is another one than planned when the bytes that it saves differ by this share.
+constexpr double kSizeTolerance = 1.0 / 4;
 
 }  // namespace
 
@@ -164,15 +168,37 @@ void Iteration::begin_backward(int64_t away_bytes) {
   }
 }
 
+void Iteration::follow(std::shared_ptr<const Plan> followed, double nbytes, int64_t peak_bytes,
+                       std::optional<int64_t> budget_bytes) {
+  plan = std::move(followed);
+  expected = {nbytes, peak_bytes, budget_bytes};
+}
+
 Outcome Iteration::outcome() const {
-  return {.follows = plan != nullptr,
-          .began_backward = began_backward(),
-          .unfit = unfit,
-          .refused = refused,
-          .nbytes = nbytes(),
-          .peak_bytes = peak_bytes,
-          .limit_bytes = limit_bytes,
-          .no_recipe = no_recipe};
+  Outcome found{.began_backward = began_backward(),
+                .unfit = unfit,
+                .refused = refused,
+                .peak_bytes = peak_bytes,
+                .no_recipe = no_recipe};
+  if (!expected) {
+    return found;
+  }
+  const double more = static_cast<double>(nbytes()) - expected->nbytes;
+  const bool resized = found.began_backward && std::abs(more) > kSizeTolerance * expected->nbytes;
+  found.changed = !follows_plan() || resized;
+  if (expected->budget_bytes) {
+    const int64_t most = std::max(*expected->budget_bytes, limit_bytes);
+    found.over_budget_bytes = std::max<int64_t>(peak_bytes - most, 0);
+  }
+  const int64_t limit = limit_bytes != 0 ? limit_bytes : expected->peak_bytes;
+  found.unfit |= !found.changed && peak_bytes > limit;
+  return found;
+}
+
+bool Iteration::went_as_planned() const {
+  const Outcome found = outcome();
+  const bool fits = !found.unfit && !found.refused && found.over_budget_bytes == 0;
+  return found.began_backward && !found.changed && fits && found.no_recipe.empty();
 }
 
 // --- what is known of it -------------------------------------------------------------------------

@@ -25,15 +25,14 @@ namespace memswap {
 
 class Recorder;
 
-// How an iteration went so far, for who made its plan (the members of these names).
+// How an iteration went so far, for who made its plan.
 struct Outcome {
-  bool follows = false;  // the plan, to here
   bool began_backward = false;
-  bool unfit = false;
-  bool refused = false;
-  int64_t nbytes = 0;
+  bool changed = false;  // it left its plan, or its forward saved clearly more or fewer bytes
+  bool unfit = false;    // more was resident than planned, or a frame became longer
+  bool refused = false;  // the pool had no room for something
   int64_t peak_bytes = 0;
-  int64_t limit_bytes = 0;
+  int64_t over_budget_bytes = 0;  // of these, beyond the budget of all that are in flight
   std::set<size_t> no_recipe;
 };
 
@@ -106,8 +105,23 @@ class Iteration : public std::enable_shared_from_this<Iteration> {
 
   // --- under a plan ---
 
-  // What happens to its storages; nullptr: nobody has planned.
+  // What it comes to if it goes as planned.
+  struct Expected {
+    double nbytes = 0;                    // that its forward saves
+    int64_t peak_bytes = 0;               // resident ones at most, where `limit_bytes` is 0
+    std::optional<int64_t> budget_bytes;  // of all that are in flight; nothing: none is kept
+  };
+
+  // A plan says from here on what happens to its storages. What is expected: see Expected.
+  void follow(std::shared_ptr<const Plan> plan, double nbytes, int64_t peak_bytes,
+              std::optional<int64_t> budget_bytes);
+  // It goes another way from here on.
+  void leave_plan() { plan.reset(); }
+  bool follows_plan() const { return plan != nullptr; }
+
+  // What happens to its storages; nullptr: nobody has planned, or it has left its plan.
   std::shared_ptr<const Plan> plan;
+  std::optional<Expected> expected;  // nothing: nobody has planned
   // Whether its plan knows all of its storages, and so says what comes back when.
   bool returns_as_planned() const { return plan && plan->places.size() == size(); }
   int64_t peak_bytes = 0;  // resident ones, the most at a mark of the plan
@@ -135,6 +149,8 @@ class Iteration : public std::enable_shared_from_this<Iteration> {
   void begin_backward(int64_t away_bytes);
 
   Outcome outcome() const;
+  // Whether it is as planned in all of that, and its backward has begun.
+  bool went_as_planned() const;
 
   // Places of storages that stayed alive although they had left.
   std::set<size_t> held;

@@ -20,22 +20,30 @@ from memswap.planning.director import BudgetDirector
 pytestmark = pytest.mark.one_schedule
 
 
+def counting(monkeypatch, counted: Counter[str], asked: type, name: str) -> None:
+    called = getattr(asked, name)
+
+    def count(self: Any, *arguments: Any) -> Any:
+        counted[name] += 1
+        return called(self, *arguments)
+
+    monkeypatch.setattr(asked, name, count)
+
+
 @pytest.fixture
 def calls(monkeypatch):
-    """How often Python was asked, by the name of what was called."""
+    """How often Python was asked about a storage, by the name of what was called."""
     counted: Counter[str] = Counter()
+    counting(monkeypatch, counted, BudgetDirector, "choose")
+    counting(monkeypatch, counted, Engine, "decide")  # native code asks nothing else about one
+    return counted
 
-    def counting(asked: type, name: str) -> None:
-        called = getattr(asked, name)
 
-        def count(self: Any, *arguments: Any) -> Any:
-            counted[name] += 1
-            return called(self, *arguments)
-
-        monkeypatch.setattr(asked, name, count)
-
-    counting(BudgetDirector, "choose")
-    counting(Engine, "decide")  # native code asks nothing else about a storage
+@pytest.fixture
+def begins(monkeypatch):
+    """How often it was asked when a forward began."""
+    counted: Counter[str] = Counter()
+    counting(monkeypatch, counted, BudgetDirector, "begin")
     return counted
 
 
@@ -90,9 +98,72 @@ def test_who_looks_before_a_forward_saves_finds_the_same_plan(device, new_pool, 
         assert_same_gradients(step(layers, 32, device), plain)
         looking.remove()
         assert calls == {"choose": 1}
-        assert manager._engine.iteration.plan is not None
+        assert manager._engine.iteration.follows_plan
         assert manager.plan.storages is plan.storages
         assert manager.plan.measured_peak_bytes <= budget
+
+
+def test_a_streak_asks_nobody_and_what_it_has_shown_is_known_afterwards(
+    device, new_pool, begins, monkeypatch
+):
+    """Every forward asked, or none of a streak: what is known of the plan is the same."""
+    budget = int(0.5 * kept_peak(device, new_pool()))
+
+    def train() -> tuple[Any, ...]:
+        layers = new_layers(device)
+        with managed(layers, new_pool(), budget) as manager:
+            for _ in range(4):
+                step(layers, 32, device)
+                manager.wait_for_plan()
+            for _ in range(4):  # the second under the plan is timed, and looked at
+                step(layers, 32, device)
+            manager.wait_for_plan()
+            step(layers, 32, device)
+            begins.clear()
+            for _ in range(40):
+                found = step(layers, 32, device)
+            asked = begins["begin"]
+            director = manager._director
+            peak, kind = manager.plan.measured_peak_bytes, director._latest
+            forwards = director._learner.forwards.number
+            known = (kind.measured.iterations, kind.measured.alike, kind.flights.iterations)
+            return asked, found, (forwards, peak, kind.patience, *known)
+
+    alone = train()
+    monkeypatch.setattr(kinds.StepKind, "until_asked", lambda kind: 1)
+    asking = train()
+    assert alone[0] <= 1 and asking[0] == 40
+    assert_same_gradients(alone[1], asking[1])
+    assert alone[2] == asking[2], "what a streak has shown is lost"
+
+
+@pytest.mark.parametrize("other", ["shorter", "no backward", "two at a time"])
+def test_a_streak_ends_with_the_first_forward_after_what_was_not_as_planned(
+    device, new_pool, begins, other
+):
+    layers = new_layers(device)
+    plain = step(layers, 32, device)
+    with managed(layers, new_pool(), int(1.2 * kept_peak(device, new_pool()))) as manager:
+        for _ in range(8):
+            step(layers, 32, device)
+            manager.wait_for_plan()
+        step(layers, 32, device)
+        begins.clear()
+        step(layers, 32, device)
+        assert not begins["begin"], "no streak to end"
+        if other == "shorter":
+            step(layers[:4], 32, device)
+        elif other == "no backward":
+            forward(layers, 32, device)
+        else:
+            waiting = forward(layers, 32, device)
+        assert not begins["begin"]
+        step(layers, 32, device)
+        assert begins["begin"] == 1
+        if other == "two at a time":
+            waiting.backward()
+            assert manager.wait_for_plan().in_flight == 2
+        assert_same_gradients(step(layers, 32, device), plain)
 
 
 def test_planned_frames_are_followed_without_asking(device, new_pool, calls):
@@ -121,7 +192,7 @@ def test_a_step_that_leaves_the_plan_asks_from_there_on(device, new_pool, calls)
             calls.clear()
             assert_same_gradients(step(layers[:depth], 32, device), plain[depth])
             assert not calls
-            followed = manager._engine.iteration.plan is not None
+            followed = manager._engine.iteration.follows_plan
             assert followed == (depth == 6), "a backward has another plan than its forward"
         assert manager.plan is not None
 
@@ -171,4 +242,4 @@ def test_a_script_says_what_is_wrong_with_it():
     with pytest.raises(TypeError, match=r"torch\.dtype"):
         made(dtype="float32")
     with pytest.raises(TypeError, match="Plan"):
-        native.Timeline(None).begin().plan = 3
+        native.Timeline(None).begin().follow(3, 0.0, 0, None)

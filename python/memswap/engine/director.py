@@ -17,12 +17,13 @@ class Director(Protocol):
 
     Storages that the policy keeps reach a director as well, unlike an engine without one. What
     happens at each mark of an iteration is taken down by its `Iteration.recorder`, and recipes of
-    its storages in `Iteration.proven` and `Iteration.outcome`. Under a plan (`Iteration.plan`)
+    its storages in `Iteration.proven` and `Iteration.outcome`. Under a plan (`Iteration.follow`)
     nobody is asked about a storage that is as expected, unless the policy asks about each.
     """
 
-    def begin(self, iteration: Iteration) -> int | None:
-        """A new forward. Bytes that may leave at once, or None: as the timeline says."""
+    def begin(self, iteration: Iteration) -> int:
+        """A new forward, unless it only extends a streak ([Note: Asked when something changed] in
+        csrc/engine/streak.h). Bytes that may leave at once; 0: as the timeline says."""
 
     def choose(
         self,

@@ -107,7 +107,10 @@ class Engine(native.Engine):
                 for transfers in opened:
                     transfers.trim_outputs()  # before the director looks at what is there
                 if self._director is not None:
-                    leaving_bytes = self._director.begin(begun) or leaving_bytes
+                    planned_bytes = self.extend_streak()
+                    if planned_bytes is None:  # something is not as it was the last time
+                        planned_bytes = self._director.begin(begun)
+                    leaving_bytes = planned_bytes or leaving_bytes
                 for transfers in opened:
                     transfers.begin_iteration(leaving_bytes, ended.nbytes)
                 if self.windows is not None:

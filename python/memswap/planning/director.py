@@ -17,7 +17,7 @@ from memswap.engine.action import ENCODE_SWAP, KEEP, SWAP
 from memswap.engine.expectations import Key
 from memswap.engine.recipe_record import RecipeRecord
 from memswap.planning.device import DevicePlan
-from memswap.planning.in_flight import InFlight
+from memswap.planning.in_flight import InFlight, Streak
 from memswap.planning.kinds import Timing
 from memswap.planning.learner import Learner
 from memswap.planning.replay import CODED
@@ -85,7 +85,7 @@ class BudgetDirector:
         self._kinds = Kinds(separate=group is None)
         self._latest: StepKind | None = None
         self._in_flight: list[InFlight] = []  # in the order in which they began
-        # The iteration that saves next, as one more of the latest kind. It has begun once it saves.
+        # The first one of a streak of the engine's, which follows a plan of its kind by itself.
         self._offered: InFlight | None = None
 
     # --- what users see ---------------------------------------------------------------------------
@@ -165,7 +165,7 @@ class BudgetDirector:
 
     # --- what an engine asks (engine/director.py) -------------------------------------------------
 
-    def begin(self, iteration: Iteration) -> int | None:
+    def begin(self, iteration: Iteration) -> int:
         """A new forward: end the books of those that are over, and follow plans that were made."""
         self._end_iterations()
         self._learner.begin()
@@ -176,13 +176,10 @@ class BudgetDirector:
         self._engine.knows_operators = knows
         if self._device is not None:
             self._look_at_device(self._device)
+        limits = [kind.plan.limit_bytes for kind in self._kinds if kind.plan is not None]
         if latest is not None and latest.plan is not None:
-            self._offer(iteration, latest, latest.plan)
-        limit_bytes = 0
-        for kind in self._kinds:
-            if kind.plan is not None and kind.plan.limit_bytes > limit_bytes:
-                limit_bytes = kind.plan.limit_bytes
-        return limit_bytes or None
+            self._offer(iteration, latest, latest.plan, max(limits))
+        return max(limits, default=0)
 
     def choose(
         self,
@@ -254,11 +251,13 @@ class BudgetDirector:
         self._notice()
         return next((one for one in self._in_flight if one.iteration is iteration), None)
 
-    def _offer(self, iteration: Iteration, kind: StepKind, plan: Plan) -> None:
+    def _offer(self, iteration: Iteration, kind: StepKind, plan: Plan, leaving_bytes: int) -> None:
         """Have an iteration follow a kind's plan by itself, if it saves first what these do.
 
-        Nobody is asked about its first storage then, and that it has begun is noticed later. Not
-        where it is to be timed, or is in flight with others that are, or that are of other kinds.
+        Nobody is asked about its first storage then, nor when those begin that come after it, for
+        as long as each goes as planned and there is nothing else to look at. What they were is
+        noticed later. Not where it is to be timed, or is in flight with others that are, or that
+        are of other kinds.
         """
         followed, others = kind.ready(plan), self._in_flight
         if followed is None or followed.first != kind.known.first or self._learner.times(kind):
@@ -269,20 +268,28 @@ class BudgetDirector:
         if self._bounded and plan.in_flight <= len(others):
             return
         self._offered = InFlight(iteration, kind, followed)
+        self._offered.begin()
         self._set_overflow_room(followed.transfers)
         self._set_limit()
+        forwards = 1 if others else self._learner.until_asked(kind)
+        flights = min(kind.flights.number, plan.in_flight) if self._bounded else kind.flights.number
+        self._engine.begin_streak(forwards, flights, leaving_bytes)
 
     def _notice(self) -> None:
-        """What follows the plan that it was offered has begun, unless nothing was saved so far."""
-        one, self._offered = self._offered, None
-        if one is None:
+        """Take over what has followed a plan by itself since somebody was asked."""
+        first, self._offered = self._offered, None
+        seen = None if first is None else self._engine.end_streak()
+        if first is None or seen is None:
             return
-        if one.iteration.count:
-            self._count(one.kind)
-            one.kind.count()
-            self._in_flight.append(one)
-        else:
-            one.take_back()
+        streak, kind = Streak(*seen), first.kind
+        self._learner.forwards.number += streak.forwards - 1
+        if begun := streak.ended + len(streak.in_flight):
+            self._count(kind, streak.most_in_flight, begun)
+            kind.count(begun)
+        if streak.ended and first.plan is kind.plan:
+            kind.went_as_planned(streak.ended, streak.peak_bytes)
+        for one in streak.in_flight:
+            self._in_flight.append(InFlight(one, kind, first.followed))
 
     def _begin(self, iteration: Iteration, first: Key, device: torch.device) -> InFlight:
         """What comes first says what kind of step it is."""
@@ -311,23 +318,30 @@ class BudgetDirector:
         least_bytes = self._engine.policy.min_bytes
         followed = None if plan is None else kind.followed(plan, transfers, least_bytes)
         size = first.nbytes / kind.known.first.nbytes
-        begun = InFlight(iteration, kind, followed, size, timing, plain)
+        begun = InFlight(iteration, kind, followed, timing, plain)
+        begun.begin(size)
         self._in_flight.append(begun)
         self._watch_device(begun)
         self._set_overflow_room(transfers)
         self._set_limit()
         return begun
 
-    def _count(self, kind: StepKind) -> None:
-        """An iteration of a kind begins: how many are in flight?"""
-        in_flight = 1 + len(self._in_flight)
+    def _count(self, kind: StepKind, in_flight: int = 1, begun: int = 1) -> None:
+        """Iterations of a kind begin.
+
+        Args:
+            kind: of which they are.
+            in_flight: of them at a time, beside those that are known to be.
+            begun: how many.
+        """
+        in_flight += len(self._in_flight)
         # All of them share the budget, those as well that so far began when nothing was in flight.
         if kind.flights.see(in_flight):
             self._learner.make_room(kind)
         for other in self._in_flight:
             if other.kind.flights.see(in_flight):
                 self._learner.make_room(other.kind)
-        if kind.flights.count():
+        if kind.flights.count(begun):
             self._learner.make_room(kind)
 
     def _end_iterations(self) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from memswap.engine.action import KEEP
 
@@ -13,8 +13,19 @@ if TYPE_CHECKING:
     from memswap.planning.kinds import Followed, StepKind, Timing
     from memswap.planning.plan import Plan
 
-#: An iteration counts as another one when the bytes that it saves have changed by this share.
-SIZE_TOLERANCE = 0.25
+
+class Streak(NamedTuple):
+    """Iterations that followed a plan while nobody was asked (csrc/engine/streak.h)."""
+
+    forwards: int
+    """That began."""
+    ended: int
+    """Of them, those whose backward is over, as planned."""
+    in_flight: list[Iteration]
+    """The others that saved something."""
+    most_in_flight: int
+    peak_bytes: int
+    """Of those that ended."""
 
 
 class InFlight:
@@ -24,7 +35,6 @@ class InFlight:
         iteration: that is in flight.
         kind: of steps that it is one of.
         followed: the plan that it follows, or None.
-        size: of the first storage, as a share of that which the kind is known by.
         timing: takes it down; None: nobody does.
         plain: whether everything stays in it, to compare the plan in force with.
     """
@@ -34,23 +44,14 @@ class InFlight:
         iteration: Iteration,
         kind: StepKind,
         followed: Followed | None,
-        size: float = 1.0,
         timing: Timing | None = None,
         plain: bool = False,
     ) -> None:
         self.iteration = iteration
         self.kind = kind
-        self._followed = followed
-        self._size = size
+        self.followed = followed
         self.timing = timing
         self.plain = plain
-        self.plan: Plan | None = None
-        if followed is None:  # or the plan says what is recomputed
-            iteration.learns_recipes = True
-        else:
-            self.plan, iteration.plan = followed.plan, followed.native
-        if timing is not None:
-            iteration.recorder = timing.recorder
         self.trial = kind.known.trial
         #: Regions that are off; None: each of them, which makes itself known.
         self.off = kind.regions_off()
@@ -60,13 +61,28 @@ class InFlight:
         self.waited_for = 0
         #: How it went, as `look` has seen it last.
         self.outcome: Outcome
-        # What that means under a plan.
-        #: Whether it left its plan, or its forward saved clearly more or fewer bytes than planned.
-        self.changed = False
-        #: Whether it took more than was planned.
-        self.unfit = False
-        #: By how much its peak exceeds the budget of all in flight.
-        self.over_budget_bytes = 0
+
+    @property
+    def plan(self) -> Plan | None:
+        """That it follows, or began with."""
+        return None if self.followed is None else self.followed.plan
+
+    def begin(self, size: float = 1.0) -> None:
+        """It has saved nothing yet: from here on it does as planned, and is taken down.
+
+        Args:
+            size: of its first storage, as a share of that which the kind is known by.
+        """
+        followed, iteration = self.followed, self.iteration
+        if followed is None:  # or the plan says what is recomputed
+            iteration.learns_recipes = True
+        else:
+            plan = followed.plan
+            peak_bytes = plan.limit_bytes * plan.in_flight
+            saved_bytes = size * plan.step.saved_bytes
+            iteration.follow(followed.native, saved_bytes, peak_bytes, plan.budget_bytes)
+        if self.timing is not None:
+            iteration.recorder = self.timing.recorder
 
     # --- what happens to a storage ----------------------------------------------------------------
 
@@ -79,18 +95,18 @@ class InFlight:
             key: of the storage.
             action: what the policy says of it.
         """
-        followed, index = self._followed, self.iteration.count
+        followed, index = self.followed, self.iteration.count
         assert followed is not None
         plan = followed.plan
         planned = None
-        if self.iteration.plan is not None and index < len(plan.storages):
+        if self.iteration.follows_plan and index < len(plan.storages):
             planned = plan.storages[index]
         if planned is None or (planned.unit, planned.ordinal, planned.dtype) != (
             key.unit,
             key.ordinal,
             str(key.dtype),
         ):
-            self.iteration.plan = None  # it goes another way
+            self.iteration.leave_plan()
             # Within a budget only what leaves is safe.
             bounded = plan.budget_bytes is not None
             planned = None if bounded else followed.at_place(key)
@@ -114,24 +130,8 @@ class InFlight:
     def look(self) -> None:
         """How does it go? A higher peak is noticed, if it is the doing of the plan in force."""
         outcome = self.outcome = self.iteration.outcome
-        followed, plan, measured = self._followed, self.plan, self.kind.measured
-        if followed is None or plan is None:
-            return
-        self.changed, self.unfit = not outcome.follows, outcome.unfit
-        if outcome.follows and outcome.began_backward:
-            expected = self._size * followed.saved_bytes
-            self.changed = abs(outcome.nbytes - expected) > SIZE_TOLERANCE * expected
-        peak_bytes, limit_bytes = outcome.peak_bytes, outcome.limit_bytes
-        self.over_budget_bytes = 0
-        if plan.budget_bytes is not None and peak_bytes > plan.budget_bytes:
-            self.over_budget_bytes = max(peak_bytes - max(plan.budget_bytes, limit_bytes), 0)
-        if plan is not self.kind.plan or not peak_bytes:
-            return
-        measured.peak_bytes = max(peak_bytes, measured.peak_bytes or 0)
-        if self.over_budget_bytes > measured.over_budget_bytes:
-            measured.over_budget_bytes = self.over_budget_bytes
-        if peak_bytes > (limit_bytes or plan.limit_bytes * plan.in_flight):
-            self.unfit = self.unfit or not self.changed
+        if self.plan is not None and self.plan is self.kind.plan:
+            self.kind.measured.see(outcome.peak_bytes, outcome.over_budget_bytes)
 
     def end(self) -> None:
         """It is over, or nobody wants to know any more: nothing more of it is taken down."""
@@ -142,7 +142,3 @@ class InFlight:
             self.timing.recipes.seen(index, recipe)
         self.iteration.recorder = None
         self.timing.recorder.close()
-
-    def take_back(self) -> None:
-        """It has not begun, and is known by what it saves first."""
-        self.iteration.plan, self.iteration.limit_bytes = None, 0

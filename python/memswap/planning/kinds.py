@@ -159,6 +159,12 @@ class Measured:
     timing: Timing | None = None
     """Of an iteration that has ended, and that nobody has looked at."""
 
+    def see(self, peak_bytes: int, over_budget_bytes: int = 0) -> None:
+        """An iteration has taken so many bytes at a time; 0: nobody has looked."""
+        if peak_bytes:
+            self.peak_bytes = max(peak_bytes, self.peak_bytes or 0)
+            self.over_budget_bytes = max(over_budget_bytes, self.over_budget_bytes)
+
 
 @dataclass(slots=True)
 class Learning:
@@ -206,7 +212,6 @@ class Followed:
         #: What it has for the storage that comes first, if anything.
         self.first = keys[0] if keys else None
         self.native: NativePlan = native_plan(plan, keys, transfers, least_bytes)
-        self.saved_bytes = plan.step.saved_bytes
         self._at_place: Mapping[Place, PlannedStorage] = {
             (one.unit, one.ordinal, one.dtype): one for one in plan.storages
         }
@@ -240,12 +245,12 @@ class Flights:
         self.number = number
         return True
 
-    def count(self) -> bool:
-        """An iteration has begun. Whether fewer are in flight by now than planned for."""
-        self.iterations += 1
+    def count(self, number: int = 1) -> bool:
+        """Iterations have begun. Whether fewer are in flight by now than planned for."""
+        self.iterations += number
         if self.iterations < self.patience:
             return False
-        seen, self.seen, self.iterations = self.seen, 1, 0
+        seen, self.seen, self.iterations = self.seen, 1, self.iterations % self.patience
         if seen >= self.number:
             return False
         self.number, self.forgotten = seen, True
@@ -282,22 +287,40 @@ class StepKind:
 
     def times_next(self) -> bool:
         """Whether the next iteration is to be timed."""
-        if self.plan is None:
-            return self.learning.times_next()
-        measured, after = self.measured, RETIME_AFTER
+        return self.learning.times_next() if self.plan is None else self._until_timed() == 0
+
+    def _until_timed(self) -> int:
+        """Iterations under the plan until the one that is timed; 0: it is the next one."""
+        number, after = self.measured.iterations + 1, RETIME_AFTER
+        if self.measured.checks_again or (self.holding is not None and number >= 2):
+            return 0
         if self.known.device is not None:
             after = min(RETIME_AFTER, RETIME_DEVICES_AFTER)
-        number = measured.iterations + 1
-        compared = self.holding is not None and number >= 2
-        return compared or number == 2 or number % after == 0 or measured.checks_again
+        return 2 - number if number <= 2 else -number % after
 
-    def count(self) -> None:
-        """An iteration has begun."""
+    def until_asked(self) -> int:
+        """Iterations, from the next one on, that nobody has to look at if they go as planned."""
+        if self.measured.timing is not None:
+            return 1
+        until, flights = self._until_timed(), self.flights
+        if flights.number > 1:  # may be forgotten
+            until = min(until, flights.patience - flights.iterations)
+        return max(until, 1)
+
+    def count(self, number: int = 1) -> None:
+        """Iterations have begun."""
         if self.plan is None:
-            self.learning.iterations += 1
+            self.learning.iterations += number
         else:
-            self.measured.iterations += 1
+            self.measured.iterations += number
             self.measured.checks_again = False
+
+    def went_as_planned(self, iterations: int, peak_bytes: int) -> None:
+        """So many have ended, one after another, and there was nothing to learn from any."""
+        measured = self.measured
+        measured.see(peak_bytes)
+        measured.unfit = measured.unproven = 0
+        self.looked(as_planned=True, number=iterations)
 
     def regions_off(self) -> frozenset[str] | None:
         """Which regions are off in the next iteration; None: all of them."""
@@ -310,11 +333,11 @@ class StepKind:
         learns = learning.iterations >= 2 and learning.unusable < MOST_UNUSABLE
         return None if learns else frozenset()
 
-    def looked(self, as_planned: bool) -> bool:
-        """How the last iteration looked. Whether another plan is wanted for that."""
+    def looked(self, as_planned: bool, number: int = 1) -> bool:
+        """How the last iterations looked. Whether another plan is wanted for that."""
         measured = self.measured
         if as_planned:
-            measured.changed, measured.alike = 0, measured.alike + 1
+            measured.changed, measured.alike = 0, measured.alike + number
             if measured.alike >= RETIME_AFTER:
                 self.patience = LEAST_PATIENCE
             return False

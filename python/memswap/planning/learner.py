@@ -122,7 +122,7 @@ class Learner:
         self._device = device
         self.rates = rates
         self.background = Background()
-        self._forwards = Forwards()
+        self.forwards = Forwards()
         self._engine = engine
         self._budget = budget
         self._calibrates = rates is None
@@ -142,12 +142,12 @@ class Learner:
         Raises:
             BudgetError: no plan meets the budget.
         """
-        self._forwards.number += 1
+        self.forwards.number += 1
         self.collect()
 
     def collect(self) -> None:
         """Follow the plans that have been made by now."""
-        self.background.collect(self._forwards.number)
+        self.background.collect(self.forwards.number)
 
     def times(self, kind: StepKind) -> bool:
         """Whether the next iteration of a kind is timed.
@@ -163,6 +163,11 @@ class Learner:
         if kind.holding is None or self._waits_for_ranks(kind):  # then it is not timed
             return False
         return kind.holding.next_is_plain
+
+    def until_asked(self, kind: StepKind) -> int:
+        """Forwards, from the one that begins, that nobody has to look at if they go as planned."""
+        looks = self._device is not None or self.background.current is not None
+        return 1 if looks or self._waits_for_ranks(kind) else kind.until_asked()
 
     def _waits_for_ranks(self, kind: StepKind) -> bool:
         """Whether the ranks that plan together do not follow yet what was found of a kind."""
@@ -183,18 +188,18 @@ class Learner:
             if one.plan is kind.plan:
                 self._tell_if_over(one)
             if timing is not None and one.plain:
-                self._check_plain(kind, timing, not one.changed)
+                self._check_plain(kind, timing, not one.outcome.changed)
             elif timing is not None:
-                self._check(kind, timing, one.plan is kind.plan and not one.changed)
+                self._check(kind, timing, one.plan is kind.plan and not one.outcome.changed)
         elif one.plain:
-            if timing is not None and not one.changed:
+            if timing is not None and not one.outcome.changed:
                 self._check_plain(kind, timing, as_planned=True)
         elif one.plan is kind.plan:
             self._followed(one, timing)
 
     def _followed(self, one: InFlight, timing: Timing | None) -> None:
         """An iteration followed the plan in force: is that still the right one?"""
-        kind, outcome, as_planned = one.kind, one.outcome, not one.changed
+        kind, outcome, as_planned = one.kind, one.outcome, not one.outcome.changed
         measured = kind.measured
         measured.timing = measured.timing or timing
         measured.unproven = measured.unproven + 1 if outcome.no_recipe else 0
@@ -206,7 +211,7 @@ class Learner:
         if outcome.began_backward and kind.looked(as_planned):
             kind.learn_again()
             return
-        measured.unfit = measured.unfit + 1 if one.unfit else 0
+        measured.unfit = measured.unfit + 1 if outcome.unfit else 0
         if outcome.refused and one.iteration.pooled_bytes < kind.known.room_bytes:
             kind.follow(replace(kind.known, room_bytes=one.iteration.pooled_bytes))
             self.make_room(kind)
@@ -223,7 +228,7 @@ class Learner:
 
     def _tell_if_over(self, one: InFlight) -> bool:
         """Whether more was on the device than the budget allows, of which somebody should know."""
-        over = one.over_budget_bytes
+        over = one.outcome.over_budget_bytes
         if not over:
             return False
         peak = one.outcome.peak_bytes
@@ -233,7 +238,7 @@ class Learner:
         )
         if one.outcome.refused:
             why = "the pool has no room for what was to leave (stats().kept)"
-        elif one.changed:
+        elif one.outcome.changed:
             why = "the step saved other storages, or larger ones, than the plan is for"
         self._engine.ledger.tell_once(
             "over budget",
@@ -242,7 +247,7 @@ class Learner:
             "differs. Where another plan helps, it is made now; manager.plan.over_budget_bytes "
             "says how it goes.",
         )
-        return not one.changed
+        return not one.outcome.changed
 
     # --- plans in the making ----------------------------------------------------------------------
 
@@ -265,7 +270,7 @@ class Learner:
             together: whether ranks that plan together all do this, and take what is found with the
                 same forward.
         """
-        known, forwards = kind.known, self._forwards
+        known, forwards = kind.known, self.forwards
         ranks = self._ranks if together else None
         kind.planning = True
 
@@ -675,7 +680,7 @@ def allowed_s(kind: StepKind) -> float:
 def outgrown(one: InFlight) -> bool:
     """Whether frames became so long that a plan for the whole device is no longer exact."""
     plan = one.plan
-    if not isinstance(plan, DevicePlan) or one.changed:
+    if not isinstance(plan, DevicePlan) or one.outcome.changed:
         return False
     return plan.outgrown_by(one.outcome.peak_bytes)
 
