@@ -32,7 +32,7 @@ from torch import nn
 
 import memswap
 from memswap import Action, BudgetError
-from memswap.planning import kinds, learner
+from memswap.planning import kinds, verdicts
 from memswap.planning.search import Search
 
 pytestmark = pytest.mark.one_schedule
@@ -478,7 +478,7 @@ def test_on_a_cpu_a_budget_encodes_what_is_needed_and_no_more():
 @pytest.mark.cpu_only
 def test_on_a_cpu_frames_that_become_longer_lead_to_another_plan_and_to_no_other_bit(monkeypatch):
     """There is nowhere else for the bytes to go: the next plan encodes more, or warns."""
-    monkeypatch.setattr(learner, "REFRAME_AFTER", 1)
+    monkeypatch.setattr(verdicts, "REFRAME_AFTER", 1)
     device = torch.device("cpu")
     torch.manual_seed(0)
     layers = nn.ModuleList([Scaled() for _ in range(6)])

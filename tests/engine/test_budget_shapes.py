@@ -20,7 +20,7 @@ from torch import nn
 
 import memswap
 from memswap._native import native
-from memswap.planning import learner, making
+from memswap.planning import learner, making, verdicts
 from memswap.planning.director import BudgetDirector
 
 LONG = 48
@@ -75,7 +75,7 @@ def test_a_length_that_is_drawn_anew_in_each_step_is_not_planned_in_each_step(
     device, new_pool, counted, budget, monkeypatch
 ):
     # Steps of microseconds cost more than 1 %: what follows from that is test_held_plans.py's.
-    monkeypatch.setattr(learner, "AUTO_SLOWDOWN", 1e3)
+    monkeypatch.setattr(verdicts, "AUTO_SLOWDOWN", 1e3)
     layers = new_layers(device)
     drawn = lengths(33, 40)
     if budget != "auto":

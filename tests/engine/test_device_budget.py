@@ -27,7 +27,7 @@ from memswap._native import native
 from memswap.integrations.training import ManagedTraining
 from memswap.optimizer_state import away_of, plain_tensors
 from memswap.optimizers import managed_optimizer
-from memswap.planning import checking, learner
+from memswap.planning import checking, making
 from memswap.planning.device import KINDS, DevicePlan
 
 WIDTH, VOCABULARY, BATCH = 64, 256, 4  # each times `scale_of` the device
@@ -470,14 +470,14 @@ def test_other_shapes_learn_for_themselves_within_the_same_number(device):
 @beside_a_library
 def test_a_recorder_that_overlooks_a_part_is_noticed_and_told(device, peaks, monkeypatch):
     """The mutation that `assert_kept` has to see, and so has whoever trains."""
-    seen = learner.workspace_of
+    seen = making.workspace_of
 
     def overlooked(recorder: Any, marks: int) -> Any:
         found = seen(recorder, marks)
         less = [nbytes - (scale_of(device) ** 2 << 17) for nbytes in found.extra_nbytes]
         return native.WorkspaceRecord(less, found.gradient_nbytes, found.baseline_nbytes)
 
-    monkeypatch.setattr(learner, "workspace_of", overlooked)
+    monkeypatch.setattr(making, "workspace_of", overlooked)
     monkeypatch.setattr(checking, "workspace_of", overlooked)
     budget = share_of(peaks[0], 0.9, device)
     with pytest.warns(UserWarning, match="more than the budget"):

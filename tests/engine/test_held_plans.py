@@ -9,7 +9,7 @@ from helpers import assert_released, assert_same_gradients
 
 import memswap
 from memswap import Action, Rates
-from memswap.planning import learner
+from memswap.planning import learner, verdicts
 from memswap.planning.holding import SAMPLES, Holding, Sample, sample_of
 
 pytestmark = pytest.mark.one_schedule
@@ -89,7 +89,7 @@ def test_a_plan_that_costs_more_than_it_may_backs_off_and_then_declines():
 
 
 def test_a_plan_that_costs_what_it_may_is_held_and_says_so(device, new_pool, monkeypatch):
-    monkeypatch.setattr(learner, "AUTO_SLOWDOWN", 1e3)  # whatever this busy machine takes
+    monkeypatch.setattr(verdicts, "AUTO_SLOWDOWN", 1e3)  # whatever this busy machine takes
     layers, pool = new_layers(device), new_pool()
     plain = step(layers, 32, device)
     rates = Rates(**{**FAST.as_dict(), "inline_codec": device.type == "cpu"})
@@ -110,7 +110,7 @@ def test_a_plan_that_costs_what_it_may_is_held_and_says_so(device, new_pool, mon
 
 def test_without_memory_for_a_plain_step_marks_alone_tell(device, new_pool, monkeypatch):
     monkeypatch.setattr(learner, "free_bytes", lambda device: 0)
-    monkeypatch.setattr(learner, "AUTO_SLOWDOWN", 1e3)
+    monkeypatch.setattr(verdicts, "AUTO_SLOWDOWN", 1e3)
     layers, pool = new_layers(device), new_pool()
     plain = step(layers, 32, device)
     with managed(layers, pool, "auto") as manager:

@@ -125,9 +125,8 @@ def test_a_streak_asks_nobody_and_what_it_has_shown_is_known_afterwards(
             asked = begins["begin"]
             director = manager._director
             peak, kind = manager.plan.measured_peak_bytes, director._latest
-            forwards = director._learner.forwards.number
             known = (kind.measured.iterations, kind.measured.alike, kind.flights.iterations)
-            return asked, found, (forwards, peak, kind.patience, *known)
+            return asked, found, (peak, kind.patience, *known)
 
     alone = train()
     monkeypatch.setattr(kinds.StepKind, "until_asked", lambda kind: 1)

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from memswap import Rates
-from memswap.planning import checking, learner
+from memswap.planning import checking, learner, verdicts
 from memswap.planning.agreement import Basis, agreed
 from memswap.planning.holding import Sample
 from ranks import Rank, distributed
@@ -83,7 +83,7 @@ def test_where_one_rank_has_no_memory_for_a_plain_step_no_rank_makes_one(rank: R
 
 def held(rank: Rank, patch: pytest.MonkeyPatch) -> list[bool]:
     """For each step under a plan until that is held, whether everything stayed."""
-    patch.setattr(learner, "differs", lambda step, known: False)  # times are noise here
+    patch.setattr(verdicts, "differs", lambda step, known: False)  # times are noise here
     model = layers()
     kept = []
     with managed(model, "auto", FREE) as manager:

@@ -21,7 +21,7 @@ import memswap
 from memswap import Action, Rates
 from memswap._native import native
 from memswap.engine import transfers
-from memswap.planning import kinds, learner, native_plan
+from memswap.planning import kinds, native_plan, verdicts
 from memswap.planning.director import BudgetDirector
 from memswap.planning.profile import measure_codec
 from simdev import laboratory, virtual_time
@@ -181,7 +181,7 @@ def test_values_that_stop_shrinking_cost_time_and_never_the_budget(action):
 @pytest.mark.own_laboratory
 @pytest.mark.one_schedule
 def test_frames_that_stay_longer_than_planned_lead_to_another_plan(monkeypatch):
-    monkeypatch.setattr(learner, "REFRAME_AFTER", 2)
+    monkeypatch.setattr(verdicts, "REFRAME_AFTER", 2)
 
     def train() -> None:
         found = Trained(1, 0.8, NO_LINK, collapses=True, steps=6)

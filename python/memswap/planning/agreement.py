@@ -107,6 +107,8 @@ class Ranks:
 
     def __init__(self, group: Any) -> None:
         self._rank, self._size = dist.get_rank(group), dist.get_world_size(group)
+        #: The number of the latest forward of this rank.
+        self.forwards = 0
         self._store = group.get_group_store()
         made = self._store.add(f"memswap/planners/{self._rank}", 1)
         self._prefix = f"memswap/planner/{made}"
@@ -133,18 +135,14 @@ class Ranks:
             )
         return found
 
-    def settle(self, job: Job, forwards: Callable[[], int]) -> None:
-        """Agree with which forward what a job has found takes effect, once all ranks have it.
-
-        Args:
-            job: its `at` and `before` are set.
-            forwards: the number of the latest forward of this rank.
-        """
+    def settle(self, job: Job) -> None:
+        """Agree with which forward what a job has found takes effect, once all ranks have it: its
+        `at` and `before` are set."""
         self._reduced(job, "planned", None, len)
         while True:
-            before = forwards() + MARGIN
+            before = self.forwards + MARGIN
             job.before = before
-            if forwards() < before:
+            if self.forwards < before:
                 break
         job.at = self._reduced(job, "forward", before, max)
 

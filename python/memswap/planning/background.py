@@ -115,11 +115,11 @@ class Background:
         if len(self._jobs) == 1:
             self._jobs[0][0].start()
 
-    def collect(self, forward: int) -> None:
+    def collect(self, forward: int = 0) -> None:
         """Take what was found by now; of ranks that plan together, what takes effect by now.
 
         Args:
-            forward: the number of the one that begins.
+            forward: of these, the number of the one that begins.
 
         Raises:
             Exception: what a job raised.

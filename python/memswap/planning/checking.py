@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from typing import TYPE_CHECKING
 
 import torch
 
 from memswap.engine.action import Action
 from memswap.planning.device import with_workspace, workspace_of
-from memswap.planning.holding import Sample, sample_of
+from memswap.planning.holding import sample_of
 from memswap.planning.observed import calibrated, linked, quantised, step_of, without_copies
 from memswap.planning.profile import profile
 from memswap.planning.replay import CODED
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     from memswap._C import IterationRecord
     from memswap.engine.expectations import Expectations
+    from memswap.planning.agreement import Basis
     from memswap.planning.kinds import Known, Timing
     from memswap.planning.plan import Plan
     from memswap.planning.rates import Rates
@@ -31,25 +32,6 @@ TOLERANCE = 0.25
 
 #: Waits that were not predicted show a slower link if they take this share of a step.
 LATE_SHARE = 0.02
-
-
-@dataclass(frozen=True, slots=True)
-class Checked:
-    """What a timed iteration says about the plan that it followed."""
-
-    step: Step | None
-    """The plan's step with the times of the iteration; None: it says nothing about them."""
-    rates: Rates
-    exposed_s: float | None
-    """What the iteration was longer by; None: it was not timed."""
-    sample: Sample | None = None
-    """What the iteration took, to compare the plan with a plain step."""
-    flights: int | None = None
-    """Of ranks that plan together, the most forwards at a time."""
-    again: bool = False
-    """Of these, whether a device of any rank is no longer as it was when the step was learnt."""
-    free_bytes: float | None = None
-    """Of these, what each of their devices has for a plain step; None: not all can say."""
 
 
 def measured_rates(device: torch.device, folder: Path | None) -> Rates | None:
@@ -86,7 +68,9 @@ def recorded_step(
     return without_copies(step, record, rates)
 
 
-def checked(timing: Timing, about: Known, as_planned: bool, calibrates: bool) -> Checked:
+def checked(
+    timing: Timing, about: Known, as_planned: bool, calibrates: bool, own: Basis
+) -> tuple[Basis, float | None]:
     """What an iteration that followed a plan says about the times that the plan was made with.
 
     Args:
@@ -94,6 +78,12 @@ def checked(timing: Timing, about: Known, as_planned: bool, calibrates: bool) ->
         about: the plan, and what it was made with.
         as_planned: whether the iteration saved what was planned.
         calibrates: whether the rates were measured, so that the codec's may be corrected.
+        own: what is known of this rank besides.
+
+    Returns:
+        That with the plan's step as it is by the iteration's times (without one, these say nothing
+        about it), the rates, and what the iteration took; and seconds by which it was longer for
+        the plan, or None.
     """
     assert about.in_force is not None
     known, before, plan = about.in_force.step, about.in_force.rates, about.in_force.plan
@@ -107,7 +97,7 @@ def checked(timing: Timing, about: Known, as_planned: bool, calibrates: bool) ->
         or len(record.gaps_s) != len(known.gaps_s)
         or tuple(record.order) != known.order
     ):
-        return Checked(None, before, None)
+        return own._replace(rates=before), None
     size = about.first.nbytes / timing.first.nbytes  # of what the plan is for
     gaps = [quantised(size * gap_s) for gap_s in record.gaps_s]
     step = known.with_gaps(gaps, quantised(size * record.tail_s))
@@ -129,15 +119,15 @@ def checked(timing: Timing, about: Known, as_planned: bool, calibrates: bool) ->
     sample = sample_of(record, [one.action is Action.KEEP for one in plan.storages])
     sample = replace(sample, cost_s=sample.cost_s + max(again_s, 0.0) + shared_s)
     rates = calibrated(rates, record, read) if calibrates else rates
-    return Checked(step, rates, exposed_s, sample)
+    return own._replace(step=step, rates=rates, sample=sample), exposed_s
 
 
-def plain(timing: Timing, about: Known, as_planned: bool) -> Checked:
-    """What an iteration took in which everything stayed, to compare a plan with."""
+def plain(timing: Timing, about: Known, as_planned: bool, own: Basis) -> tuple[Basis, None]:
+    """The same of an iteration in which everything stayed: what it took, to compare a plan with."""
     assert about.in_force is not None
     record = finished(timing) if as_planned else None
     sample = None if record is None else sample_of(record, [True] * len(record.nbytes))
-    return Checked(None, about.in_force.rates, None, sample)
+    return own._replace(rates=about.in_force.rates, sample=sample), None
 
 
 def read_by_recipes(plan: Plan) -> frozenset[int]:

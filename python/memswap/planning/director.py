@@ -121,7 +121,7 @@ class BudgetDirector:
     @property
     def rates(self) -> Rates | None:
         """The machine's rates, once a plan has needed them."""
-        return self._learner.rates
+        return self._learner.machine.rates
 
     def look(self) -> None:
         """Notice what is gone, without a mark."""
@@ -282,7 +282,7 @@ class BudgetDirector:
         if first is None or seen is None:
             return
         streak, kind = Streak(*seen), first.kind
-        self._learner.forwards.number += streak.forwards - 1
+        self._learner.count(streak.forwards - 1)
         if begun := streak.ended + len(streak.in_flight):
             self._count(kind, streak.most_in_flight, begun)
             kind.count(begun)

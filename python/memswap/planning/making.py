@@ -6,22 +6,30 @@ from dataclasses import dataclass, replace
 from math import inf
 from typing import TYPE_CHECKING
 
+from memswap._native import native
+from memswap.planning.agreement import Basis
 from memswap.planning.budgets import bytes_of
+from memswap.planning.checking import measured_rates, recorded_step
 from memswap.planning.device import (
     DeviceTerms,
     plan_for_device,
     smallest_of_device,
     too_small_for_device,
+    workspace_of,
 )
 from memswap.planning.kinds import InForce, Trial
-from memswap.planning.observed import left
+from memswap.planning.observed import calibrated, keys_of, left
 from memswap.planning.planner import AUTO_SLOWDOWN, make_plan, regions_for, too_small
 from memswap.planning.replay import MOVES
 from memswap.planning.shapes import resized
 
 if TYPE_CHECKING:
-    from memswap.engine.expectations import Key
-    from memswap.planning.kinds import Known
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from memswap._C import IterationRecord
+    from memswap.engine.expectations import Expectations, Key
+    from memswap.planning.kinds import Known, Timing
     from memswap.planning.plan import Plan
     from memswap.planning.rates import Rates
     from memswap.planning.step import Step
@@ -54,6 +62,80 @@ class Made:
     """Bytes of the smallest budget that could be met, if the plan exceeds the one given."""
     allowed_bytes: int = 0
     """Bytes that the one given comes to, if the plan exceeds it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What plans are made for."""
+
+    rates: Rates | None
+    """None: they are measured when they are needed first."""
+    calibrates: bool
+    """Whether they were measured, so that the codec's may be corrected."""
+    fixed: bool
+    """Whether the policy says how storages move."""
+    folder: Path | None
+    """Of the file that storages go to; None: they go to memory."""
+
+
+def from_record(
+    record: IterationRecord | None,
+    timing: Timing,
+    known: Known,
+    machine: Machine,
+    expectations: Expectations,
+    terms: Terms,
+    own: Basis,
+    agreed: Callable[[Basis], Basis],
+) -> tuple[Rates | None, Basis, Made | None]:
+    """Plan with an iteration that was recorded while learning, as all ranks do it.
+
+    Args:
+        record, timing: of the iteration; no record: it had no backward.
+        known: of its kind.
+        machine: that it was recorded on.
+        expectations: of frames.
+        terms: what the plan has to meet.
+        own: what is known of this rank besides.
+        agreed: what all ranks plan by, from what one has.
+
+    Returns:
+        The machine's rates, None: there was no memory to measure them in; what all ranks planned
+        by; and what that came to, None: no plan can be made of it.
+
+    Raises:
+        BudgetError: no plan meets the budget, and `terms.must_fit`.
+    """
+    on_disk = machine.folder is not None
+    rates = machine.rates or measured_rates(timing.device, machine.folder)
+    step = workspace = None
+    if record is not None and rates is not None:
+        step = recorded_step(record, timing, rates, expectations, machine.fixed, on_disk)
+        rates = calibrated(rates, record) if machine.calibrates else rates
+    if terms.device is not None and step is not None:
+        workspace = workspace_of(timing.recorder, len(step.gaps_s))
+        step = step if workspace is not None else None
+    gradients = () if workspace is None else tuple(workspace.gradient_nbytes)
+    basis = agreed(
+        own._replace(step=step, rates=rates, device=terms.device, gradient_nbytes=gradients)
+    )
+    if basis.step is None or basis.rates is None or record is None:
+        return rates, basis, None
+    step, keys = basis.step, keys_of(record)
+    if step.regions or known.trial is not None:  # one that is on saves other storages
+        step, keys = step.without(step.sources), left(keys, step.sources)
+    if workspace is not None:  # what was there when the iteration began is each rank's own
+        extra, gradients = basis.step.extra_nbytes, basis.gradient_nbytes
+        workspace = native.WorkspaceRecord(extra, gradients, workspace.baseline_nbytes)
+    known = replace(known, room_bytes=basis.room_bytes, workspace=workspace)
+    if known.trial is None:
+        known = replace(known, first=timing.first)
+    else:
+        known = sized_like(known, timing.first)
+    if own.flights:
+        known = replace(known, device=basis.device)
+        terms = replace(terms, flights=basis.flights, device=basis.device)
+    return rates, basis, from_step(known, step, basis.rates, keys, terms)
 
 
 def from_step(known: Known, step: Step, rates: Rates, keys: tuple[Key, ...], terms: Terms) -> Made:
