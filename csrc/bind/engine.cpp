@@ -79,12 +79,11 @@ class PythonHost final : public EngineHost {
     return action.cast<std::optional<Action>>();
   }
   std::optional<Action> direct(Engine& engine, const Offer& offer, Action action) override {
-    const py::object chosen =
+    return py::cast<std::optional<Action>>(
         of(engine)
             .attr("director")
             .attr("choose")(offer.tensor, offer.scope.unit, offer.scope.ordinal,
-                            offer.view.storage_nbytes(), action, offer.scope.action.has_value());
-    return chosen.cast<std::optional<Action>>();
+                            offer.view.storage_nbytes(), action, offer.scope.action.has_value()));
   }
   TransfersPtr open(Engine& engine, c10::Device device) override {
     return of(engine).attr("transfers")(device).cast<TransfersPtr>();

@@ -75,12 +75,11 @@ void bind_entry(py::module_& module) {
   Bound<Iteration, IterationPtr>(module, "Iteration")
       .calls<&Iteration::entry, &Iteration::present_bytes, &Iteration::follow,
              &Iteration::leave_plan>()
-      .reads<&Iteration::sizes, &Iteration::over, &Iteration::nbytes, &Iteration::waits,
-             &Iteration::began_backward, &Iteration::own_prefetch_bytes,
-             &Iteration::least_prefetch_bytes, &Iteration::leaving_bytes, &Iteration::proven,
-             &Iteration::outcome, &Iteration::pooled_bytes, &Iteration::follows_plan>()
-      .writes<&Iteration::recorder, &Iteration::learns_recipes, &Iteration::limit_bytes>()
-      .def_property_readonly("count", &Iteration::size);
+      .reads<&Iteration::began_backward, &Iteration::least_prefetch_bytes, &Iteration::outcome,
+             &Iteration::own_prefetch_bytes, &Iteration::leaving_bytes, &Iteration::over,
+             &Iteration::pooled_bytes, &Iteration::follows_plan, &Iteration::proven,
+             &Iteration::sizes, &Iteration::size, &Iteration::nbytes, &Iteration::waits>()
+      .writes<&Iteration::recorder, &Iteration::learns_recipes, &Iteration::limit_bytes>();
   Bound<Timeline>(module, "Timeline")
       .calls<&Timeline::begin>()
       .writes<&Timeline::prefetch_bytes>()

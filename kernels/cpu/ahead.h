@@ -22,10 +22,10 @@ inline constexpr uintptr_t kPageBytes = 4096;
 // AMD's Zen 5 wants what stands some KiB ahead: with AVX-512 at 64 MiB, 2 KiB encode bfloat16 at
 // 0.7 to 0.9 of what 8 or 12 KiB give. On Intel's (with AMX) 8 KiB are 0.85 of what 2 KiB give.
 //
-// That Intel's reads 9 to 10 GB/s in a row, whatever the distance: its prefetchers follow each page
-// by itself, and one page does not keep memory busy. Asked for lines of four pages in turns it
-// reads 13 to 14 (of two pages 11; eight are no better than four). So there, whoever reads the
-// first part of four pages asks for the first lines of the next four, and so on.
+// That Intel's reads large memory in a row equally slowly, whatever the distance: its prefetchers
+// follow each page by itself, and one page does not keep memory busy. Asked for lines of four pages
+// in turns it reads faster (of two pages less so; eight are no better than four). So there, whoever
+// reads the first part of four pages asks for the first lines of the next four, and so on.
 inline constexpr uint32_t kNearBytes = 2048;
 inline constexpr uintptr_t kPagesAtOnce = 4;
 inline constexpr uint32_t kAskingBytes = kPagesAtOnce * kLineBytes;  // for each, a line of a page

@@ -211,7 +211,7 @@ class Checkpointing(Uncopied, Counted):
                 if iteration.began_backward or (around is None and iteration.over):
                     engine.begin_iteration()
         # The place in the forward names the region: the same in each step, and no other's.
-        group = engine.iteration.count
+        group = engine.iteration.size
         unit = f"{'' if around is None else around.unit}@{group}"
         outer = HookScope(engine, "") if around is None else around
         outputs = outer.within(unit, None, group)

@@ -96,7 +96,7 @@ class Engine(native.Engine):
         if self._in_batches:
             return
         with self.lock:
-            if self.iteration.count:
+            if self.iteration.size:
                 self._since.count()
                 ended, begun = self.iteration, self.timeline.begin()
                 self.iteration = begun

@@ -53,7 +53,7 @@ def _entries(engine: Engine) -> set[int]:
     """Storages of entries, the regions' inputs among them: the ledger knows those."""
     with engine.lock:
         iteration = engine.iteration
-        entries = map(iteration.entry, range(iteration.count))
+        entries = map(iteration.entry, range(iteration.size))
         return {entry.identity.key for entry in entries if entry is not None}
 
 

@@ -210,7 +210,7 @@ class BudgetDirector:
         if timing is not None:
             timing.recorder.choose(unit, ordinal, nbytes, tensor.dtype, recorded)
             if one.plan is None:
-                timing.recipes.name(iteration.count, tensor, self._parameters(unit))
+                timing.recipes.name(iteration.size, tensor, self._parameters(unit))
         return chosen
 
     def _parameters(self, unit: str) -> Mapping[int, str]:
@@ -391,7 +391,7 @@ class BudgetDirector:
         """Wait for what leaves, oldest first, until so many bytes more are within the budget."""
         engine, iteration = self._engine, one.iteration
         while (
-            one.waited_for < iteration.count
+            one.waited_for < iteration.size
             and engine.ledger.resident_bytes + nbytes > iteration.limit_bytes
         ):
             engine.make_room(iteration, one.waited_for)

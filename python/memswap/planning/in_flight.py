@@ -95,7 +95,7 @@ class InFlight:
             key: of the storage.
             action: what the policy says of it.
         """
-        followed, index = self.followed, self.iteration.count
+        followed, index = self.followed, self.iteration.size
         assert followed is not None
         plan = followed.plan
         planned = None
