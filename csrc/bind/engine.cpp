@@ -21,10 +21,6 @@ inline constexpr std::tuple kMembers<Recipes::Learnt>{
 template <>
 inline constexpr std::tuple kMembers<BatchLimits>{&BatchLimits::small_bytes,
                                                   &BatchLimits::bucket_bytes};
-template <>
-inline constexpr std::tuple kMembers<Streak::Seen>{
-    &Streak::Seen::forwards, &Streak::Seen::ended, &Streak::Seen::in_flight,
-    &Streak::Seen::most_in_flight, &Streak::Seen::peak_bytes};
 
 static py::object fields_of(const Counters& all) {
   using C = Counters;
@@ -200,6 +196,9 @@ void bind_engine(py::module_& module) {
       .value("WINDOWS", Schedule::kWindows)
       .value("BATCHES", Schedule::kBatches)
       .finalize();
+  Bound<Streak::Seen>(module, "StreakSeen")
+      .reads<&Streak::Seen::forwards, &Streak::Seen::ended, &Streak::Seen::in_flight,
+             &Streak::Seen::most_in_flight, &Streak::Seen::peak_bytes>();
   Bound<Engine, EnginePtr>(module, "Engine")
       .calls<&Engine::set_persistent, &Engine::learn, &Engine::make_room, &Engine::count_recomputed,
              &Engine::sweep_recomputed, &Engine::begin_streak, &Engine::extend_streak,

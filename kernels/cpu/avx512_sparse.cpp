@@ -46,16 +46,16 @@ class SparseEncoder {
       if (round < blocks) {
         compress(elements_ + round * Type::kBlockBytes, blocks_[round % 5]);
       }
-      ask_ahead(round, 0);
+      ask_quarter(round, 0);
       if (round - 1 < blocks) {
         choose_center(blocks_[(round - 1) % 5]);
       }
-      ask_ahead(round, 1);
+      ask_quarter(round, 1);
       if (round - 2 < blocks) {
         encode_codes(blocks_[(round - 2) % 5]);
         list_signs(blocks_[(round - 2) % 5]);
       }
-      ask_ahead(round, 2);
+      ask_quarter(round, 2);
       if (round - 3 < blocks) {
         Block& block = blocks_[(round - 3) % 5];
         split_escapes2(block.escapes, block.center, block.first.byte, block.deeper);
@@ -63,7 +63,7 @@ class SparseEncoder {
       if (round - 4 < blocks) {
         write(round - 4, blocks_[(round - 4) % 5]);
       }
-      ask_ahead(round, 3);
+      ask_quarter(round, 3);
     }
   }
 
@@ -87,17 +87,8 @@ class SparseEncoder {
     uint32_t vectors() const { return (live + kLanes - 1) / kLanes; }
   };
 
-  // For what follows block b, in this tile or a later one: in small groups, while other steps work.
-  void ask_ahead(uint32_t b, uint32_t quarter) const {
-    if (b < frame::kTileBlocks) {
-      constexpr uint32_t kQuarterBytes = Type::kBlockBytes / 4;
-      const uint8_t* from = elements_ + b * Type::kBlockBytes + kQuarterBytes * quarter;
-      if (params_.asks_pages) {
-        ask_pages(from, kQuarterBytes);
-      } else {
-        ask_lines(from, kQuarterBytes, params_.ahead(kLinesAhead));
-      }
-    }
+  void ask_quarter(uint32_t b, uint32_t quarter) const {
+    ask_ahead<Type::kBlockBytes, kLinesAhead>(params_, elements_, b, quarter);
   }
 
   static void compress(const uint8_t* elements, Block& block) {

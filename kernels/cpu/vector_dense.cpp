@@ -90,19 +90,19 @@ class DenseEncoder {
       if (round < blocks) {
         split(round);
       }
-      ask_ahead(round, 0);
+      ask_quarter(round, 0);
       if (round - 1 < blocks) {
         measure(round - 1);
       }
-      ask_ahead(round, 1);
+      ask_quarter(round, 1);
       if (round - 2 < blocks) {
         choose(round - 2);
       }
-      ask_ahead(round, 2);
+      ask_quarter(round, 2);
       if (round - 3 < blocks) {
         write_low_plane(round - 3);
       }
-      ask_ahead(round, 3);
+      ask_quarter(round, 3);
       if (round - 4 < blocks) {
         write_payload(round - 4);
       }
@@ -133,18 +133,11 @@ class DenseEncoder {
     }
   }
 
-  // For what follows block b, in this tile or the next. A row of long blocks keeps the processor's
-  // own prefetcher busy, which does better alone than with lines asked for. Measured with AVX-512.
-  void ask_ahead(uint32_t b, uint32_t quarter) const {
-    if (b < frame::kTileBlocks) {
-      constexpr uint32_t kQuarterBytes = Type::kBlockBytes / 4;
-      const uint8_t* from = elements_ + b * Type::kBlockBytes + kQuarterBytes * quarter;
-      if (params_.asks_pages) {
-        ask_pages(from, kQuarterBytes);
-      } else if (Type::kWidth <= 2) {
-        ask_lines(from, kQuarterBytes, params_.ahead(kLinesAhead));
-      }
-    }
+  // A row of long blocks keeps the processor's own prefetcher busy, which does better alone than
+  // with lines asked for. Measured with AVX-512.
+  void ask_quarter(uint32_t b, uint32_t quarter) const {
+    ask_ahead<Type::kBlockBytes, Type::kWidth <= 2 ? kLinesAhead : 0>(params_, elements_, b,
+                                                                      quarter);
   }
 
   void choose(uint32_t b) {

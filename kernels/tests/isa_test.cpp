@@ -93,7 +93,11 @@ class Blocks : public testing::TestWithParam<Isa> {
     memcpy(payload.data(), coded.payload.data(),
            std::min<uint64_t>(told_bytes, coded.payload.size()));
     GuardedBuffer mine(bytes, offset), oracle(bytes, offset);
-    const cpu::DecodeParams params{dtype, layout, streaming, streaming, offset == 0};
+    const cpu::DecodeParams params{.dtype = dtype,
+                                   .layout = layout,
+                                   .streaming = streaming,
+                                   .touches_pages = streaming,
+                                   .asks_pages = offset == 0};
     frame::Record record{};
     record.block[0] = frame::Record::pack(told.mode, told.units, told.packed);
     record.center[0] = told.center;
@@ -127,8 +131,11 @@ class Blocks : public testing::TestWithParam<Isa> {
       const uint32_t offset = damage % 2 == 0 ? 0 : frame::width_of(dtype);
       GuardedBuffer mine(elements.size(), offset), oracle(elements.size(), offset);
       const bool around_caches = streaming && offset == 0;
-      const cpu::DecodeParams params{dtype, layout, around_caches, around_caches && damage != 0,
-                                     damage < 2};
+      const cpu::DecodeParams params{.dtype = dtype,
+                                     .layout = layout,
+                                     .streaming = around_caches,
+                                     .touches_pages = around_caches && damage != 0,
+                                     .asks_pages = damage < 2};
       const bool expected =
           decode(cpu::scalar_blocks(), params, coded.slab, payloads, record, blocks, oracle);
       ASSERT_EQ(decode(*blocks_, params, coded.slab, payloads, record, blocks, mine), expected)
@@ -171,14 +178,13 @@ TEST_P(Blocks, IsCodedToTheOraclesBytesAndBack) {
                         Choices& choices) {
     for (const bool streaming : {false, true}) {
       for (const bool fast : {false, true}) {
-        const EncodeParams params{dtype,
-                                  layout,
-                                  fast,
-                                  static_cast<uint8_t>(choices.below(256)),
-                                  streaming,
-                                  false,
-                                  streaming && fast,
-                                  fast};
+        const EncodeParams params{.dtype = dtype,
+                                  .layout = layout,
+                                  .fast = fast,
+                                  .center = static_cast<uint8_t>(choices.below(256)),
+                                  .streaming = streaming,
+                                  .touches_pages = streaming && fast,
+                                  .asks_pages = fast};
         const EncodeResult oracle = encode(cpu::scalar_blocks(), params, elements, count);
         expect_same_blocks(encode(*blocks_, params, elements, count), oracle);
         for (const uint32_t offset : {0u, frame::width_of(dtype)}) {
@@ -209,14 +215,13 @@ TEST_P(Blocks, AmongOthersIsCodedToTheOraclesBytesAndBack) {
         }
         memset(elements.data() + uint64_t{count} * width, 0, uint64_t{missing} * width);
         const bool streaming = seed % 3 == 0;
-        const EncodeParams params{dtype,
-                                  layout,
-                                  seed % 4 == 3,
-                                  static_cast<uint8_t>(choices.below(256)),
-                                  streaming,
-                                  false,
-                                  streaming && seed % 2 == 0,
-                                  seed % 4 >= 2};
+        const EncodeParams params{.dtype = dtype,
+                                  .layout = layout,
+                                  .fast = seed % 4 == 3,
+                                  .center = static_cast<uint8_t>(choices.below(256)),
+                                  .streaming = streaming,
+                                  .touches_pages = streaming && seed % 2 == 0,
+                                  .asks_pages = seed % 4 >= 2};
         const auto mine = encode(*blocks_, params, elements, count);
         const auto oracle = encode(cpu::scalar_blocks(), params, elements, count);
         expect_same_blocks(mine, oracle);
@@ -232,7 +237,8 @@ TEST_P(Blocks, AmongOthersIsCodedToTheOraclesBytesAndBack) {
 TEST_P(Blocks, DamagedIsRefusedExactlyWhereTheOracleRefuses) {
   for_each_block(4, [&](Dtype dtype, Layout layout, const GuardedBuffer& elements, uint32_t count,
                         Choices& choices) {
-    const EncodeParams params{dtype, layout, false, 0, false};
+    const EncodeParams params{
+        .dtype = dtype, .layout = layout, .fast = false, .center = 0, .streaming = false};
     const uint32_t longest = frame::max_payload_units(dtype, layout);
     for (uint32_t damage = 0; damage < 12; ++damage) {
       EncodeResult coded = encode(cpu::scalar_blocks(), params, elements, count);

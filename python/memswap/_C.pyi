@@ -355,6 +355,20 @@ class Iteration:
     @property
     def leaving_bytes(self) -> int: ...
 
+class StreakSeen:
+    """Iterations that followed a plan while nobody was asked (csrc/engine/streak.h)."""
+
+    @property
+    def forwards(self) -> int: ...  # that began
+    @property
+    def ended(self) -> int: ...  # of them, those whose backward is over, as planned
+    @property
+    def in_flight(self) -> list[Iteration]: ...  # the others that saved something
+    @property
+    def most_in_flight(self) -> int: ...
+    @property
+    def peak_bytes(self) -> int: ...  # of those that ended
+
 class Workspace:
     def __init__(
         self,
@@ -427,8 +441,7 @@ class Engine:
     def sweep_recomputed(self, in_flight: bool, /) -> None: ...
     def begin_streak(self, forwards: int, in_flight: int, leaving_bytes: int, /) -> None: ...
     def extend_streak(self) -> int | None: ...
-    #: (forwards, ended, in_flight, most_in_flight, peak_bytes), as in csrc/engine/streak.h
-    def end_streak(self) -> tuple[int, int, list[Iteration], int, int] | None: ...
+    def end_streak(self) -> StreakSeen | None: ...
     @property
     def backward(self) -> Iteration | None: ...
     @property

@@ -144,10 +144,10 @@ def cost_table(plain: TrainingResult, runs: Mapping[str, TrainingResult]) -> str
                 if other is not None
             ]
             rows.append([title, format_bytes(one), *found])
-    times = {"step, median": False}
+    titles = {"step, median": False}
     if len(plain.step_s) > LEARNING_STEPS:
-        times[f"  of steps 2 to {LEARNING_STEPS}, which learn recipes"] = True
-    for title, learning in times.items():
+        titles[f"  of steps 2 to {LEARNING_STEPS}, which may learn recipes"] = True
+    for title, learning in titles.items():
         found = [
             f"{format_seconds(run.median_step_s(learning))}, {run.step_ratio(plain, learning):.2f}x"
             for run in runs.values()

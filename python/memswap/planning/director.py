@@ -17,7 +17,7 @@ from memswap.engine.action import ENCODE_SWAP, KEEP, SWAP
 from memswap.engine.expectations import Key
 from memswap.engine.recipe_record import RecipeRecord
 from memswap.planning.device import DevicePlan
-from memswap.planning.in_flight import InFlight, Streak
+from memswap.planning.in_flight import InFlight
 from memswap.planning.kinds import Timing
 from memswap.planning.learner import Learner
 from memswap.planning.replay import CODED
@@ -278,10 +278,10 @@ class BudgetDirector:
     def _notice(self) -> None:
         """Take over what has followed a plan by itself since somebody was asked."""
         first, self._offered = self._offered, None
-        seen = None if first is None else self._engine.end_streak()
-        if first is None or seen is None:
+        streak = None if first is None else self._engine.end_streak()
+        if first is None or streak is None:
             return
-        streak, kind = Streak(*seen), first.kind
+        kind = first.kind
         self._learner.count(streak.forwards - 1)
         if begun := streak.ended + len(streak.in_flight):
             self._count(kind, streak.most_in_flight, begun)

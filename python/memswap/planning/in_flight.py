@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from memswap.engine.action import KEEP
 
@@ -12,20 +12,6 @@ if TYPE_CHECKING:
     from memswap.engine.expectations import Key
     from memswap.planning.kinds import Followed, StepKind, Timing
     from memswap.planning.plan import Plan
-
-
-class Streak(NamedTuple):
-    """Iterations that followed a plan while nobody was asked (csrc/engine/streak.h)."""
-
-    forwards: int
-    """That began."""
-    ended: int
-    """Of them, those whose backward is over, as planned."""
-    in_flight: list[Iteration]
-    """The others that saved something."""
-    most_in_flight: int
-    peak_bytes: int
-    """Of those that ended."""
 
 
 class InFlight:
