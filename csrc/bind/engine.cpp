@@ -22,6 +22,10 @@ template <>
 inline constexpr std::tuple kMembers<BatchLimits>{&BatchLimits::small_bytes,
                                                   &BatchLimits::bucket_bytes};
 
+template <>
+inline constexpr std::tuple kMembers<PolicyTable>{&PolicyTable::min_bytes, &PolicyTable::action,
+                                                  &PolicyTable::asks, &PolicyTable::recipes};
+
 static py::object fields_of(const Counters& all) {
   using C = Counters;
   return as_object<&C::offered_tensors, &C::offered_bytes, &C::deduplicated_tensors,
@@ -92,9 +96,8 @@ class PythonHost final : public EngineHost {
 };
 
 EnginePtr make_engine(std::optional<int64_t> prefetch_bytes, Schedule schedule) {
-  auto engine = std::make_shared<Engine>(prefetch_bytes, schedule);
+  auto engine = std::make_shared<Engine>(prefetch_bytes, schedule, std::make_unique<PythonHost>());
   engine->ledger.warn = warn;
-  engine->host = std::make_unique<PythonHost>();
   return engine;
 }
 
@@ -200,20 +203,17 @@ void bind_engine(py::module_& module) {
       .reads<&Streak::Seen::forwards, &Streak::Seen::ended, &Streak::Seen::in_flight,
              &Streak::Seen::most_in_flight, &Streak::Seen::peak_bytes>();
   Bound<Engine, EnginePtr>(module, "Engine")
-      .calls<&Engine::set_persistent, &Engine::learn, &Engine::make_room, &Engine::count_recomputed,
+      .calls<&Engine::set_policy, &Engine::set_batch_limits, &Engine::set_directed,
+             &Engine::set_plans_sources, &Engine::set_recipes, &Engine::set_persistent,
+             &Engine::next_iteration, &Engine::learn, &Engine::make_room, &Engine::count_recomputed,
              &Engine::sweep_recomputed, &Engine::begin_streak, &Engine::extend_streak,
              &Engine::end_streak>()
       .reads<&Engine::schedule, &Engine::lock, &Engine::departing, &Engine::timeline,
-             &Engine::backward>()
-      .writes<&Engine::iteration, &Engine::directed, &Engine::plans_sources, &Engine::recipes,
-              &Engine::batch_limits>()
+             &Engine::iteration, &Engine::directed, &Engine::recipes>()
       .def(py::init(&make_engine), "prefetch_bytes"_a, "schedule"_a = Schedule::kIterations)
-      .def("set_policy",
-           [](Engine& engine, int64_t min_bytes, std::optional<Action> action, bool asks,
-              bool recipes) { engine.policy = {min_bytes, action, asks, recipes}; })
       .def("is_persistent",
            [](const Engine& self, uintptr_t key) {
-             return self.persistent.contains(reinterpret_cast<const void*>(key));
+             return self.is_persistent(reinterpret_cast<const void*>(key));
            })
       .def("demand", &Engine::demand, "entry"_a.none(false))
       .def_property_readonly(

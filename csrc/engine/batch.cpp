@@ -28,11 +28,9 @@ struct Share {
   std::vector<EntryPtr> small;  // which travel together
 };
 
-// Its storage leaves with its ticket, or it stays for a reason, and goes on holding it.
-void end_waiting(Engine& engine, Entry& entry, Reason refused) {
-  if (refused == nullptr) {
-    entry.storage.reset();
-  } else {
+// What stays for a reason goes on holding its storage, and is counted.
+void count_if_refused(Engine& engine, Entry& entry, Reason refused) {
+  if (refused != nullptr) {
     engine.ledger.keep(refused, entry.nbytes());
   }
 }
@@ -57,7 +55,7 @@ bool send_bucket(Engine& engine, Transfers& by, const std::vector<EntryPtr>& ent
   std::vector<StorageRefPtr> storages;
   storages.reserve(entries.size());
   for (const EntryPtr& entry : entries) {
-    storages.push_back(entry->storage);
+    storages.push_back(entry->storage());
   }
   std::optional<std::vector<Leaving>> parts = send_together(*by.blocks(), storages);
   storages.clear();  // or they would not be gone yet when they are looked at
@@ -65,9 +63,7 @@ bool send_bucket(Engine& engine, Transfers& by, const std::vector<EntryPtr>& ent
     return false;
   }
   for (size_t index = 0; index < entries.size(); ++index) {
-    Entry& entry = *entries[index];
-    engine.depart(entry, std::move((*parts)[index]));
-    entry.storage.reset();  // its ticket holds it now
+    engine.depart(*entries[index], std::move((*parts)[index]));
   }
   return true;
 }
@@ -78,8 +74,8 @@ void send(Engine& engine, const std::vector<EntryPtr>& entries) {
   std::vector<TransfersPtr> devices;  // in the order in which they were met
   std::vector<Waiting> alone;
   for (const EntryPtr& entry : entries) {
-    auto waiting = std::exchange(entry->order, std::nullopt);
-    if (!waiting || !entry->storage) {
+    auto waiting = entry->take_order();
+    if (!waiting || !entry->storage()) {
       continue;
     }
     if (entry->lost_memory()) {
@@ -88,7 +84,6 @@ void send(Engine& engine, const std::vector<EntryPtr>& entries) {
     }
     if (auto* const recipe = std::get_if<Leaving>(&*waiting)) {
       engine.depart(*entry, std::move(*recipe));
-      entry->storage.reset();
       continue;
     }
     auto& order = std::get<LeaveOrder>(*waiting);
@@ -97,7 +92,7 @@ void send(Engine& engine, const std::vector<EntryPtr>& entries) {
       devices.push_back(order.transfers);
     }
     share->second.nbytes += entry->nbytes();
-    if (order.form == Form::kBlock && entry->nbytes() <= engine.batch_limits.small_bytes) {
+    if (order.form == Form::kBlock && entry->nbytes() <= engine.batch_limits().small_bytes) {
       share->second.small.push_back(entry);
     } else {
       alone.push_back({entry, std::move(order)});
@@ -108,17 +103,17 @@ void send(Engine& engine, const std::vector<EntryPtr>& entries) {
     by->begin(0, shares.at(by).nbytes);
   }
   for (const TransfersPtr& by : devices) {
-    for (const auto& bucket : packed(shares.at(by).small, engine.batch_limits.bucket_bytes)) {
+    for (const auto& bucket : packed(shares.at(by).small, engine.batch_limits().bucket_bytes)) {
       if (bucket.size() > 1 && send_bucket(engine, *by, bucket)) {
         continue;
       }
       for (const EntryPtr& entry : bucket) {
-        end_waiting(engine, *entry, engine.send_raw(entry, entry->storage, *by));
+        count_if_refused(engine, *entry, engine.send_raw(entry, entry->storage(), *by));
       }
     }
   }
   for (const Waiting& one : alone) {
-    end_waiting(engine, *one.entry, engine.send(one.entry, one.entry->storage, one.order));
+    count_if_refused(engine, *one.entry, engine.send(one.entry, one.entry->storage(), one.order));
   }
 }
 
@@ -222,7 +217,7 @@ void Batch::launch_load(int64_t readings) {
   }
   phase_ = Phase::kLoading;
   for (const EntryPtr& entry : living()) {
-    if (!entry->away() || entry->storage) {
+    if (!entry->away() || entry->storage()) {
       continue;  // it stayed, or was demanded meanwhile
     }
     if (!entry->retain()) {
@@ -240,7 +235,7 @@ void Batch::launch_load(int64_t readings) {
         wait_ignoring_failure(entry->arrival());  // nobody else would do the work
       }
     }
-    entry->unseen += entry->handles * (readings - 1);
+    entry->expect_readings(readings);
   }
 }
 
@@ -252,7 +247,7 @@ void Batch::wait_load() {
   }
   for (const EntryPtr& entry : living()) {
     const TicketPtr arrival = entry->arrival();
-    if (!arrival || !entry->storage) {
+    if (!arrival || !entry->storage()) {
       continue;
     }
     locked.unlock();
@@ -276,9 +271,9 @@ void Batch::join(const EntryPtr& entry) {
 
 void Batch::notice_demand(const EntryPtr& entry) {
   const Locked locked(engine_->lock);
-  const bool missing = !entry->storage && entry->identity().expired();
+  const bool missing = !entry->storage() && entry->identity().expired();
   reached_by_backward(*entry);
-  if (missing && entry->storage) {
+  if (missing && entry->storage()) {
     ++engine_->ledger.counters.stalls;  // it was asked for only now, together with others
   }
 }

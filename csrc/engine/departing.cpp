@@ -34,18 +34,20 @@ EntryList::~EntryList() {
 }
 
 void EntryList::append(Entry* entry) {
-  entry->leave_list();
-  ListPlace& place = entry->place_in_list;
+  if (entry->place_in_list_.list != nullptr) {
+    entry->place_in_list_.list->remove(entry);
+  }
+  ListPlace& place = entry->place_in_list_;
   place = {this, last_, nullptr};
-  (last_ == nullptr ? first_ : last_->place_in_list.after) = entry;
+  (last_ == nullptr ? first_ : last_->place_in_list_.after) = entry;
   last_ = entry;
   ++size_;
 }
 
 void EntryList::remove(Entry* entry) {
-  ListPlace& place = entry->place_in_list;
-  (place.before == nullptr ? first_ : place.before->place_in_list.after) = place.after;
-  (place.after == nullptr ? last_ : place.after->place_in_list.before) = place.before;
+  ListPlace& place = entry->place_in_list_;
+  (place.before == nullptr ? first_ : place.before->place_in_list_.after) = place.after;
+  (place.after == nullptr ? last_ : place.after->place_in_list_.before) = place.before;
   place = {};
   --size_;
 }
@@ -63,7 +65,7 @@ void Departing::look_at(EntryList& list, size_t looks) {
       break;
     }
     list.remove(entry.get());
-    if (entry->lingers() && entry->place_in_list.list == nullptr) {
+    if (entry->lingers() && entry->place_in_list().list == nullptr) {
       list.append(entry.get());
     }
   }
@@ -79,7 +81,7 @@ void Departing::notice_gone(size_t looks) {
     }
     // A send that has failed gives the storage back.
     const bool stays = waits && entry->lingers();
-    if (entry->place_in_list.list == &leaving_) {
+    if (entry->place_in_list().list == &leaving_) {
       leaving_.remove(entry.get());
       if (stays) {
         lately_.append(entry.get());

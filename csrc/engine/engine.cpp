@@ -24,12 +24,12 @@ int64_t waited_nbytes(const Entry& entry) {
   if (const AwayFormPtr away = entry.away()) {
     return static_cast<int64_t>(away->device_nbytes());
   }
-  return entry.iteration ? entry.iteration->frame_held_at_peak(entry.index).value_or(0) : 0;
+  return entry.iteration() ? entry.iteration()->frame_held_at_peak(entry.index()).value_or(0) : 0;
 }
 
 // Backward has the storage now: what proves a recipe of it looks once more.
 void tell_trial(const Entry& entry) {
-  if (const std::shared_ptr<Trial> trial = entry.trial) {
+  if (const std::shared_ptr<Trial> trial = entry.trial()) {
     trial->demanded(waited_nbytes(entry));
   }
 }
@@ -40,29 +40,31 @@ bool runs_backward() { return number_of_backward() != -1; }
 
 int number_of_backward() { return torch::autograd::get_current_graph_task_id(); }
 
-Engine::Engine(std::optional<int64_t> prefetch_bytes, Schedule schedule)
+Engine::Engine(std::optional<int64_t> prefetch_bytes, Schedule schedule,
+               std::unique_ptr<EngineHost> host)
     : schedule(schedule),
       windows(schedule == Schedule::kWindows ? std::make_unique<Windows>(*this) : nullptr),
       timeline(prefetch_bytes),
-      iteration(timeline.begin()) {}
+      host_(std::move(host)),
+      iteration_(timeline.begin()) {}
 
 Engine::~Engine() = default;
 
 // Brings back the storages that backward demands next, as far as there is memory: their own demands
 // will ask again.
 void Engine::look_ahead(const EntryPtr& entry) {
-  const IterationPtr of = entry->iteration;
+  const IterationPtr of = entry->iteration();
   if (windows) {
-    windows->look_ahead(of, entry->index);
+    windows->look_ahead(of, entry->index());
   } else {
     try {
-      for (const EntryPtr& next : of->demand(entry->index)) {
+      for (const EntryPtr& next : of->demand(entry->index())) {
         next->fetch_ahead();
       }
     } catch (const c10::OutOfMemoryError&) {
     }
   }
-  of->at_peak.demanded(entry->index, ledger.counters.most_lately());
+  of->at_peak.demanded(entry->index(), ledger.counters.most_lately());
 }
 
 StorageRefPtr Engine::demand(const EntryPtr& entry) {
@@ -72,13 +74,13 @@ StorageRefPtr Engine::demand(const EntryPtr& entry) {
   {
     const Locked locked(lock);
     learn();
-    is_directed = directed && entry->iteration;
+    is_directed = directed_ && entry->iteration();
     if (is_directed) {
       before_demand(entry);
     }
     storage = entry->bring();
     arrival = entry->arrival();
-    if (entry->iteration) {
+    if (entry->iteration()) {
       look_ahead(entry);
     }
   }
@@ -102,18 +104,18 @@ void Engine::demand_kept(const EntryPtr& entry) {
   bool is_directed = false;
   {
     const Locked locked(lock);
-    if (!entry->iteration) {
+    if (!entry->iteration()) {
       return;
     }
-    is_directed = directed;
+    is_directed = directed_;
     if (is_directed) {
       before_demand(entry);
     }
     // A storage stayed alive although it had left: if only handles hold it, it is freed next time.
-    Iteration& of = *entry->iteration;
-    if (of.held.contains(entry->index) && !of.order().was_demanded(entry->index) &&
+    Iteration& of = *entry->iteration();
+    if (of.held.contains(entry->index()) && !of.order().was_demanded(entry->index()) &&
         entry->held_by_handles_only()) {
-      of.held.erase(entry->index);
+      of.held.erase(entry->index());
     }
     look_ahead(entry);
   }
@@ -123,12 +125,14 @@ void Engine::demand_kept(const EntryPtr& entry) {
   }
 }
 
+void Engine::set_recipes(std::shared_ptr<Recipes> recipes) { recipes_ = std::move(recipes); }
+
 void Engine::set_persistent(const std::vector<at::Tensor>& tensors) {
-  persistent.clear();
+  persistent_.clear();
   for (const at::Tensor& tensor : tensors) {
     if (tensor.unsafeGetTensorImpl()->has_storage()) {
       const WeakStorage storage(StorageRef(tensor.storage()));
-      persistent.emplace(storage.key(), storage);
+      persistent_.emplace(storage.key(), storage);
     }
   }
 }

@@ -101,10 +101,44 @@ int number_of_backward();
 // serialises the bookkeeping, and no transfer ever waits for it.
 class Engine : public std::enable_shared_from_this<Engine> {
  public:
-  explicit Engine(std::optional<int64_t> prefetch_bytes, Schedule schedule = Schedule::kIterations);
+  // `host`: answers what the engine cannot know; nullptr: nothing may be saved that the ledger does
+  // not know.
+  explicit Engine(std::optional<int64_t> prefetch_bytes, Schedule schedule = Schedule::kIterations,
+                  std::unique_ptr<EngineHost> host = nullptr);
   ~Engine();
   Engine(const Engine&) = delete;
   Engine& operator=(const Engine&) = delete;
+
+  // --- what it is told (engine.cpp) ---
+
+  const PolicyTable& policy() const { return policy_; }
+  void set_policy(const PolicyTable& policy) { policy_ = policy; }
+  const BatchLimits& batch_limits() const { return batch_limits_; }
+  void set_batch_limits(const BatchLimits& limits) { batch_limits_ = limits; }
+  // Whether somebody directs what leaves, under a budget.
+  bool directed() const { return directed_; }
+  void set_directed(bool directed) { directed_ = directed; }
+  // Whoever directs plans with what recipes would have saved for themselves.
+  void set_plans_sources(bool plans) { plans_sources_ = plans; }
+  // What is known of operators; nullptr: nothing is recomputed.
+  const std::shared_ptr<Recipes>& recipes() const { return recipes_; }
+  void set_recipes(std::shared_ptr<Recipes> recipes);
+  // Storages of parameters and buffers, instead of those that were named before.
+  void set_persistent(const std::vector<at::Tensor>& tensors);
+  bool has_persistent() const { return !persistent_.empty(); }
+  bool is_persistent(const void* key) const { return persistent_.contains(key); }
+  // Whether a tensor is a parameter or a buffer, or a view of one: they are known by their
+  // storages.
+  bool persists(const SavedView& view) const {
+    return view.of_leaf() || is_persistent(view.storage_key());
+  }
+
+  // --- iterations (engine.cpp) ---
+
+  // The iteration that saves now.
+  const IterationPtr& iteration() const { return iteration_; }
+  // Another one saves from here on, with what the last one that was demanded predicts.
+  void next_iteration() { iteration_ = timeline.begin(); }
 
   // --- save (save.cpp). The caller holds the lock, and the GIL where there is Python. ---
 
@@ -115,7 +149,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   // A tensor stays for good, and its storage is known: once, however often it is saved.
   SaveResult stay(const SavedView& view, std::string_view reason);
   // The entry of what the iteration admitted last, for a storage of that look.
-  EntryPtr make_entry(const SavedView& view, const StorageRef& storage);
+  EntryPtr make_entry(const SavedView& view, const StorageRef& storage, bool for_recipe = false);
   // An entry's storage leaves as raw bytes in a block of the pool, unless there is a reason.
   Reason send_raw(const EntryPtr& entry, const StorageRefPtr& storage, Transfers& by);
   // An entry's storage is on its way, into whatever form.
@@ -138,16 +172,6 @@ class Engine : public std::enable_shared_from_this<Engine> {
   Reason refused(const FrameSender& sender, const Entry& entry);
   // Takes in what encoders have reported by now, of each device in the order of their encodes.
   void learn();
-
-  // --- parameters and buffers (engine.cpp) ---
-
-  // Storages of parameters and buffers, instead of those that were named before.
-  void set_persistent(const std::vector<at::Tensor>& tensors);
-  // Whether a tensor is a parameter or a buffer, or a view of one: they are known by their
-  // storages.
-  bool persists(const SavedView& view) const {
-    return view.of_leaf() || persistent.contains(view.storage_key());
-  }
 
   // --- demand (engine.cpp). Neither takes the lock for the wait. ---
 
@@ -190,24 +214,14 @@ class Engine : public std::enable_shared_from_this<Engine> {
   // An operator of so many seconds is about to be launched; codec work may run beside it.
   void note_window(double seconds) const;
 
+  // --- parts, with methods of their own ---
+
   const Schedule schedule;
   const std::unique_ptr<Windows> windows;  // of Schedule::kWindows; else nullptr
   Lock lock;
   Ledger ledger;
   Departing departing;
-  PolicyTable policy;
-  BatchLimits batch_limits;
   Timeline timeline;
-  IterationPtr iteration;  // that saves now
-  IterationPtr backward;   // whose backward runs, where it is directed
-  Recomputed recomputed{ledger.counters};
-  // Storages of parameters and buffers. A weak storage keeps its key from being used again.
-  std::unordered_map<const void*, WeakStorage> persistent;
-
-  bool directed = false;             // somebody directs what leaves, under a budget
-  bool plans_sources = false;        // and plans with what recipes would have saved for themselves
-  std::shared_ptr<Recipes> recipes;  // nullptr: nothing is recomputed
-  std::unique_ptr<EngineHost> host;  // nullptr: nothing may be saved that the ledger does not know
 
  private:
   // What was found of a storage's recipe, which is looked for once; nullptr: nobody has looked yet.
@@ -246,6 +260,17 @@ class Engine : public std::enable_shared_from_this<Engine> {
   void before_demand(const EntryPtr& entry);
   void after_demand(const EntryPtr& entry);
 
+  const std::unique_ptr<EngineHost> host_;
+  PolicyTable policy_;
+  BatchLimits batch_limits_;
+  bool directed_ = false;
+  bool plans_sources_ = false;
+  std::shared_ptr<Recipes> recipes_;
+  // Storages of parameters and buffers. A weak storage keeps its key from being used again.
+  std::unordered_map<const void*, WeakStorage> persistent_;
+  IterationPtr iteration_;
+  IterationPtr backward_;  // whose backward runs, where it is directed
+  Recomputed recomputed_{ledger.counters};
   std::optional<Streak> streak_;
   std::optional<std::weak_ptr<Iteration>> first_short_;  // where room for frames first ran out
   // Of each device that was seen, at the same place for good; nullptr: its storages stay.

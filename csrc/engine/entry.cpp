@@ -42,28 +42,12 @@ std::string described(const at::Tensor& tensor) {
 
 }  // namespace
 
-const char* word_of(State state) {
-  switch (state) {
-    case State::kResident:
-      return "resident";
-    case State::kLeaving:
-      return "leaving";
-    case State::kAway:
-      return "away";
-    case State::kReturning:
-      return "returning";
-  }
-  return "nowhere";
-}
+Entry::Entry(EnginePtr engine, const SavedView& view, const StorageRef& ref, bool for_recipe)
+    : engine_(std::move(engine)), device_(view.device()), for_recipe_(for_recipe), identity_(ref) {}
 
-Entry::Entry(EnginePtr engine, const SavedView& view, const StorageRef& ref)
-    : engine_(std::move(engine)),
-      identity_(ref),
-      version_(view.version()),
-      device_(view.device()) {}
-
-EntryPtr Entry::make(EnginePtr engine, const SavedView& view, const StorageRef& storage) {
-  EntryPtr made(new Entry(std::move(engine), view, storage));
+EntryPtr Entry::make(EnginePtr engine, const SavedView& view, const StorageRef& storage,
+                     bool for_recipe) {
+  EntryPtr made(new Entry(std::move(engine), view, storage, for_recipe));
   Ledger& ledger = made->engine_->ledger;
   made->residence_.emplace(ledger.counters, static_cast<int64_t>(view.storage_nbytes()));
   ledger.remember(view, made);
@@ -74,19 +58,21 @@ EntryPtr Entry::make(EnginePtr engine, const SavedView& view, const StorageRef& 
 // take hold of an entry that is dying.
 Entry::~Entry() {
   forget_identity();
-  leave_list();
+  if (place_in_list_.list != nullptr) {
+    place_in_list_.list->remove(this);
+  }
   residence_.reset();
   abandon(departure_);
   abandon(arrival_);
   departure_.reset();
   arrival_.reset();
-  storage.reset();
+  storage_.reset();
   away_.reset();
 }
 
 std::string Entry::described() const {
   return "<entry of " + std::to_string(nbytes()) + " bytes, " + word_of(state()) + ", " +
-         std::to_string(handles) + " save(s)>";
+         std::to_string(handles_) + " save(s)>";
 }
 
 void Entry::require(bool legal_step, State to) const {
@@ -98,6 +84,11 @@ void Entry::require(bool legal_step, State to) const {
 }
 
 void Entry::move(State to) { require(residence_->move(to), to); }
+
+void Entry::place_in(IterationPtr iteration, size_t index) {
+  iteration_ = std::move(iteration);
+  index_ = index;
+}
 
 // From here on another storage may have this address.
 void Entry::forget_identity() { engine_->ledger.forget(identity_->key(), this); }
@@ -116,21 +107,33 @@ void Entry::release_frame() {
   }
 }
 
+void Entry::hold(StorageRefPtr storage, Order order) {
+  hold(std::move(storage));
+  order_ = std::move(order);
+}
+
+int Entry::depth() const {
+  const auto* const recipe = order_ ? std::get_if<Leaving>(&*order_) : nullptr;
+  const AwayFormPtr& away = recipe != nullptr ? recipe->away : away_;
+  return away ? away->depth() : 0;
+}
+
 void Entry::leave(Leaving leaving) {
-  departure_ = std::move(leaving.departure);
   require(residence_->leave(), State::kLeaving);
+  departure_ = std::move(leaving.departure);
   away_ = std::move(leaving.away);
   if (away_->recomputes()) {
     ++counters().recipe_storages;
     counters().recipe_bytes += nbytes();
   }
   count_away();
+  storage_.reset();
 }
 
 // A send has failed: its ticket gives the storage back, and the user hears why, once.
 void Entry::stay(Ticket& departure) {
   move(State::kResident);
-  storage = departure.kept_storage();
+  storage_ = departure.kept_storage();
   Ledger& ledger = engine_->ledger;
   ledger.keep(away_->short_of(), nbytes());
   drop_away();
@@ -175,8 +178,8 @@ bool Entry::gone(bool wait) {
     return false;
   }
   require(residence_->go(), State::kAway);
-  if (iteration) {
-    iteration->at_peak.let_go(index);
+  if (iteration_) {
+    iteration_->at_peak.let_go(index_);
   }
   return true;
 }
@@ -184,7 +187,7 @@ bool Entry::gone(bool wait) {
 bool Entry::lingers() { return state() == State::kLeaving && !gone(false); }
 
 int64_t Entry::returning_nbytes() {
-  if (!away_ || storage || !gone(false)) {
+  if (!away_ || storage_ || !gone(false)) {
     return 0;
   }
   return nbytes() + static_cast<int64_t>(away_->returning_nbytes());
@@ -196,9 +199,9 @@ void Entry::take(Returning back) {
   require(residence_->come_back(), State::kReturning);
   forget_identity();
   identity_.emplace(*back.storage);
-  storage = std::move(back.storage);
+  storage_ = std::move(back.storage);
   fetched_ = true;
-  unseen = handles;
+  unseen_ = handles_;
   count_away();  // a frame may have come back too
 }
 
@@ -211,26 +214,27 @@ void Entry::fetch() {
 }
 
 bool Entry::fetch_ahead() {
-  if (!away_ || storage || !away_->can_fetch_ahead() || !gone(false)) {
+  if (!away_ || storage_ || !away_->can_fetch_ahead() || !gone(false)) {
     return false;
   }
   fetch();
   return true;
 }
 
-bool Entry::lock() {
+// Holds the storage, if anybody does. Whether there was one.
+bool Entry::hold_what_is_there() {
   auto held = identity_->lock();
   if (!held) {
     return false;
   }
-  storage = std::move(held);
-  unseen = handles;
+  storage_ = std::move(held);
+  unseen_ = handles_;
   residence_->count_resident(true);
   return true;
 }
 
 void Entry::drop_storage() {
-  const StorageRefPtr dropped = std::exchange(storage, nullptr);
+  const StorageRefPtr dropped = std::exchange(storage_, nullptr);
   move(State::kAway);
   residence_->count_resident(false);
 }
@@ -241,7 +245,7 @@ void Entry::drop_away() {
 }
 
 bool Entry::retain() {
-  if (!storage && !lock()) {
+  if (!storage_ && !hold_what_is_there()) {
     return false;
   }
   if (state() == State::kLeaving || state() == State::kAway) {
@@ -251,7 +255,7 @@ bool Entry::retain() {
 }
 
 void Entry::let_go() {
-  if (!storage || !away_) {
+  if (!storage_ || !away_) {
     return;
   }
   if (state() == State::kReturning) {
@@ -261,13 +265,13 @@ void Entry::let_go() {
 }
 
 void Entry::use() {
-  ++handles;
-  ++unseen;
+  ++handles_;
+  ++unseen_;
 }
 
 void Entry::used() {
-  --handles;
-  if (--unseen <= 0) {
+  --handles_;
+  if (--unseen_ <= 0) {
     let_go();
   }
 }
@@ -275,33 +279,33 @@ void Entry::used() {
 bool Entry::held_by_handles_only() const {
   const StorageRefPtr held = identity_->lock();
   // Beside the handles, only `held` itself holds it.
-  return held && static_cast<int64_t>(held->storage.use_count()) - 1 <= keeps;
+  return held && static_cast<int64_t>(held->storage.use_count()) - 1 <= keeps_;
 }
 
 bool Entry::lost_memory() const {
-  return storage && static_cast<int64_t>(storage->storage.nbytes()) != nbytes();
+  return storage_ && static_cast<int64_t>(storage_->storage.nbytes()) != nbytes();
 }
 
 StorageRefPtr Entry::bring() {
   const bool was_sent = state() == State::kLeaving && sent();
-  if (!storage) {
-    if (lock()) {
-      if (was_sent && iteration) {  // leaving freed nothing
-        iteration->held.insert(index);
+  if (!storage_) {
+    if (hold_what_is_there()) {
+      if (was_sent && iteration_) {  // leaving freed nothing
+        iteration_->held.insert(index_);
       }
     } else if (gone(true)) {
       const bool waits = !away_->recomputes();
       fetch();
-      residence_->counters().stalls += waits ? 1 : 0;
-    } else if (!storage) {  // a send that failed gives the storage back
+      counters().stalls += waits ? 1 : 0;
+    } else if (!storage_) {  // a send that failed gives the storage back
       throw std::logic_error("a storage is neither here nor away");
     }
   }
-  StorageRefPtr found = storage;
+  StorageRefPtr found = storage_;
   if (state() != State::kResident) {
     move(State::kResident);
   }
-  if (--unseen <= 0 && away_) {
+  if (--unseen_ <= 0 && away_) {
     drop_storage();  // every save has seen the bytes: whoever uses them holds them
   }
   return found;
@@ -314,13 +318,13 @@ EntryPtr as_entry(KnownPtr known) {
 // --- one save of it ------------------------------------------------------------------------------
 
 SavedTensor SavedTensor::moved(EntryPtr entry, SavedView&& view) {
-  ++entry->handles;
+  entry->add_handle();
   return {std::move(entry), std::move(view)};
 }
 
 SavedTensor SavedTensor::kept(at::Tensor tensor, uint32_t version, KnownPtr known) {
   if (const EntryPtr entry = as_entry(known)) {
-    ++entry->keeps;
+    entry->add_keep();
   }
   return {std::move(tensor), version, std::move(known)};
 }

@@ -1,5 +1,5 @@
-// Entry: one saved storage that may leave, however many views and operators saved it; its states;
-// and SavedTensor, one of these saves.
+// Entry: one saved storage that may leave, however many views and operators saved it; and
+// SavedTensor, one of these saves.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -15,9 +15,9 @@
 #include <variant>
 
 #include "away.h"
-#include "counters.h"
 #include "departing.h"
 #include "ledger.h"
+#include "residence.h"
 #include "storage/saved_view.h"
 #include "storage/storage.h"
 #include "transfers.h"
@@ -38,114 +38,19 @@ struct EntryStateError : std::logic_error {
   using std::logic_error::logic_error;
 };
 
-enum class State : uint8_t { kResident, kLeaving, kAway, kReturning };
-
-// Whether a storage may go from one state to another.
-constexpr bool legal(State from, State to) {
-  switch (from) {
-    case State::kResident:  // sent; or seen by every save, and the away form is still there
-      return to == State::kLeaving || to == State::kAway;
-    case State::kLeaving:  // gone; or demanded while somebody still held it
-      return to == State::kAway || to == State::kResident;
-    case State::kAway:  // fetched; or demanded again while a consumer still holds it
-      return to == State::kReturning || to == State::kResident;
-    case State::kReturning:  // demanded
-      return to == State::kResident;
-  }
-  return false;
-}
-
-// A state as messages name it.
-const char* word_of(State state);
-
-// One storage in counters, which must outlive it: resident at first, not counted at the end.
-// A step that is not legal changes nothing and says false.
-class Residence {
- public:
-  Residence(Counters& counters, int64_t nbytes) : counters_(counters), nbytes_(nbytes) {
-    count_resident(true);
-  }
-  Residence(const Residence&) = delete;
-  Residence& operator=(const Residence&) = delete;
-  ~Residence() {
-    counters_.resident_bytes -= (resident_ ? nbytes_ : 0) + frame_bytes_;
-    counters_.away_bytes -= away_bytes_;
-  }
-
-  State state() const { return state_; }
-  int64_t nbytes() const { return nbytes_; }
-  Counters& counters() { return counters_; }
-
-  bool move(State to) {
-    if (!legal(state_, to)) {
-      return false;
-    }
-    state_ = to;
-    return true;
-  }
-
-  // It is being sent.
-  bool leave() {
-    if (!move(State::kLeaving)) {
-      return false;
-    }
-    ++counters_.moved_storages;
-    counters_.moved_bytes += nbytes_;
-    return true;
-  }
-
-  // Nobody holds it any more.
-  bool go() {
-    if (!move(State::kAway)) {
-      return false;
-    }
-    count_resident(false);
-    counters_.freed_bytes += nbytes_;
-    return true;
-  }
-
-  // Its bytes are on their way into a new one.
-  bool come_back() {
-    if (!move(State::kReturning)) {
-      return false;
-    }
-    count_resident(true);
-    ++counters_.returned_storages;
-    counters_.returned_bytes += nbytes_;
-    return true;
-  }
-
-  void count_resident(bool resident) {
-    if (resident_ != resident) {
-      resident_ = resident;
-      counters_.resident(resident ? nbytes_ : -nbytes_);
-    }
-  }
-
-  // The away form takes so many bytes of the device, and so many that are not the device's.
-  void count_away(int64_t on_device, int64_t elsewhere) {
-    counters_.resident(on_device - frame_bytes_);
-    counters_.away(elsewhere - away_bytes_);
-    frame_bytes_ = on_device;
-    away_bytes_ = elsewhere;
-  }
-
- private:
-  Counters& counters_;
-  const int64_t nbytes_;
-  State state_ = State::kResident;
-  bool resident_ = false;
-  int64_t frame_bytes_ = 0;
-  int64_t away_bytes_ = 0;
-};
-
 // Owned by its handles: when the last one dies, so do the entry, its away form and its storage,
 // whatever happened to the graph. Everything else refers to it weakly. The engine's lock serialises
 // the calls.
 class Entry final : public Known, public std::enable_shared_from_this<Entry> {
  public:
-  // Stands for the storage that `view` is of, from here on.
-  static EntryPtr make(EnginePtr engine, const SavedView& view, const StorageRef& storage);
+  // How a storage leaves that waits until its batch is told to go: as ordered, or this recipe takes
+  // its place.
+  using Order = std::variant<LeaveOrder, Leaving>;
+
+  // Stands for the storage that `view` is of, from here on. `for_recipe`: a recipe saves it, and
+  // not autograd.
+  static EntryPtr make(EnginePtr engine, const SavedView& view, const StorageRef& storage,
+                       bool for_recipe = false);
   ~Entry() override;
 
   bool is_entry() const override { return true; }
@@ -155,22 +60,59 @@ class Entry final : public Known, public std::enable_shared_from_this<Entry> {
   Counters& counters() { return residence_->counters(); }
   const WeakStorage& identity() const { return *identity_; }
   c10::Device device() const { return device_; }
-  // Of the tensor that was saved first.
-  uint32_t version() const { return version_; }
-  // Whether the storage is one that memswap made.
-  bool fetched() const { return fetched_; }
-  // Whether the storage has left, or is leaving, as far as its owner is concerned.
-  bool is_away() const { return away_ && !storage; }
+  bool for_recipe() const { return for_recipe_; }
   std::string described() const;
 
+  // Its place in an iteration, which gives it one; nullptr: it has none.
+  const IterationPtr& iteration() const { return iteration_; }
+  size_t index() const { return index_; }
+  void place_in(IterationPtr iteration, size_t index);
+
+  // --- its saves ---
+
+  void add_handle() { ++handles_; }             // a save whose storage leaves
+  void add_keep() { ++keeps_; }                 // a save whose tensor stays
+  int64_t handles() const { return handles_; }  // of the former
+  int64_t keeps() const { return keeps_; }      // of the latter
+  // A recipe reads the storage from before its demand until it has run: it counts as one more save.
+  void use();
+  void used();
+  // What was just brought back is read so many times by every save, before it is let go of.
+  void expect_readings(int64_t readings) { unseen_ += handles_ * (readings - 1); }
+  // Whether nobody but our own handles holds a storage that stayed. Meant for its first demand,
+  // when all of them are still alive.
+  bool held_by_handles_only() const;
+
+  // --- where it is ---
+
+  // The storage, where the entry itself holds it: it waits to leave, or has come back.
+  const StorageRefPtr& storage() const { return storage_; }
+  // Whether the storage is one that memswap made.
+  bool fetched() const { return fetched_; }
+  // Whether the storage has left, or waits to: then the entry holds it.
+  bool moves() const { return away_ || storage_; }
+  // Whether the storage has left, or is leaving, as far as its owner is concerned.
+  bool is_away() const { return away_ && !storage_; }
   const AwayFormPtr& away() const { return away_; }
   const TicketPtr& departure() const { return departure_; }  // of its send
   const TicketPtr& arrival() const { return arrival_; }      // of its return
 
-  // Changes the state, or throws EntryStateError.
-  void move(State to);
+  // --- it leaves ---
 
-  // It is being sent.
+  // It waits to leave, and holds its storage until then; for its batch, which has an order for it.
+  void hold(StorageRefPtr storage) { storage_ = std::move(storage); }
+  void hold(StorageRefPtr storage, Order order);
+  // What its batch has for it, once. Nothing: it does not wait for a batch.
+  std::optional<Order> take_order() { return std::exchange(order_, std::nullopt); }
+  // Recipes that are run in turn until its bytes are there, the one that it waits to leave as
+  // included; 0: its bytes come another way.
+  int depth() const;
+  // Whether the storage that it holds has been resized since it was saved ([Note: Memory that is
+  // taken away] in storage/memory_share.h).
+  bool lost_memory() const;
+
+  // It is being sent: what is sent holds the storage from here on, and the entry does not. Throws
+  // EntryStateError.
   void leave(Leaving leaving);
   // Whether the send has ended. One that failed gives the storage back: nothing is lost.
   bool sent();
@@ -179,6 +121,15 @@ class Entry final : public Known, public std::enable_shared_from_this<Entry> {
   bool gone(bool wait);
   // Whether it is leaving and somebody holds it still.
   bool lingers();
+  // Orders the caller behind a frame's way to a pool, so that the frame is off the device. Other
+  // forms have nothing to wait for.
+  void release_frame();
+  // Counts what the away form takes up now.
+  void count_away();
+  // Its place in a list of entries ([Note: What was sent lately goes first] in departing.h).
+  const ListPlace& place_in_list() const { return place_in_list_; }
+
+  // --- it comes back ---
 
   // Starts bringing the bytes back into a storage of memswap's own. Throws c10::OutOfMemoryError.
   void fetch();
@@ -190,67 +141,49 @@ class Entry final : public Known, public std::enable_shared_from_this<Entry> {
   StorageRefPtr bring();
   // Bytes that come to the device when it starts back, its frame's included; 0: it is not away.
   int64_t returning_nbytes();
-
-  // Holds the storage, if anybody does. Whether there was one.
-  bool lock();
-  // Holds on to a storage that has not gone away yet: then nothing has to come back.
+  // Holds on to a storage that has not gone away yet: then nothing has to come back. Whether there
+  // was one.
   bool retain();
   // Lets go of the storage again, whose away form is still there. Nothing is copied.
   void let_go();
-  // A recipe reads the storage from before its demand until it has run: it counts as one more save.
-  void use();
-  void used();
-  // Whether nobody but our own handles holds a storage that stayed. Meant for its first demand,
-  // when all of them are still alive.
-  bool held_by_handles_only() const;
-  // Whether the storage that it holds has been resized since it was saved ([Note: Memory that is
-  // taken away] in storage/memory_share.h).
-  bool lost_memory() const;
 
-  // Counts what the away form takes up now.
-  void count_away();
-  // Orders the caller behind a frame's way to a pool, so that the frame is off the device. Other
-  // forms have nothing to wait for.
-  void release_frame();
+  // --- its recipe, while its place is learnt ---
 
-  StorageRefPtr storage;  // where the entry itself holds it
-  int64_t handles = 0;    // saves whose storage left
-  int64_t keeps = 0;      // saves whose tensor stayed
-  int64_t unseen = 0;     // saves that have not been unpacked since the storage came back
-  IterationPtr iteration;
-  size_t index = 0;         // in the iteration
-  bool for_recipe = false;  // saved for a recipe, and not by autograd
-  // How it leaves once its batch is told to go: it is sent, or this recipe takes its place.
-  // Nothing: it does not wait for a batch.
-  std::optional<std::variant<LeaveOrder, Leaving>> order;
-  std::shared_ptr<Trial> trial;  // of its recipe, while its place is being learnt
-  ListPlace place_in_list;
-
-  void leave_list() {
-    if (place_in_list.list != nullptr) {
-      place_in_list.list->remove(this);
-    }
-  }
+  void try_recipe(std::shared_ptr<Trial> trial) { trial_ = std::move(trial); }
+  const std::shared_ptr<Trial>& trial() const { return trial_; }  // nullptr: it is not tried
 
  private:
-  Entry(EnginePtr engine, const SavedView& view, const StorageRef& ref);
+  friend class EntryList;
+
+  Entry(EnginePtr engine, const SavedView& view, const StorageRef& ref, bool for_recipe);
 
   void require(bool legal_step, State to) const;
+  void move(State to);
   void forget_identity();
   void stay(Ticket& departure);
   void take(Returning back);
   bool sent_safely(bool wait);
+  bool hold_what_is_there();
   void drop_storage();
   void drop_away();
 
   const EnginePtr engine_;
+  const c10::Device device_;
+  const bool for_recipe_;
   std::optional<Residence> residence_;
   std::optional<WeakStorage> identity_;
+  StorageRefPtr storage_;
   AwayFormPtr away_;
   TicketPtr departure_, arrival_;
-  const uint32_t version_;
-  const c10::Device device_;
+  std::optional<Order> order_;
+  std::shared_ptr<Trial> trial_;
+  IterationPtr iteration_;
+  size_t index_ = 0;
+  int64_t handles_ = 0;
+  int64_t keeps_ = 0;
+  int64_t unseen_ = 0;  // saves that have not been unpacked since the storage came back
   bool fetched_ = false;
+  ListPlace place_in_list_;
 };
 
 // The entry that stands for a storage; nullptr: nobody stands for it, or a Stay.

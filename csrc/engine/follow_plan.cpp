@@ -85,10 +85,10 @@ void Engine::make_room(Iteration& of, size_t index) {
 }
 
 void Engine::after_save(const EntryPtr& entry) {
-  const IterationPtr of = entry->iteration;
+  const IterationPtr of = entry->iteration();
   const std::shared_ptr<const Plan> plan = of->plan;
-  if (plan && entry->index < plan->places.size()) {
-    const Plan::Place& place = plan->places[entry->index];
+  if (plan && entry->index() < plan->places.size()) {
+    const Plan::Place& place = plan->places[entry->index()];
     for (const size_t released : place.releases) {
       release(*of, released);
     }
@@ -103,7 +103,7 @@ void Engine::after_save(const EntryPtr& entry) {
   }
   if (of->recorder) {
     of->recorder->saved(entry);
-    of->recorder->recomputed(recomputed.nbytes());
+    of->recorder->recomputed(recomputed_.nbytes());
   }
 }
 
@@ -111,9 +111,9 @@ std::optional<SaveResult> Engine::follow_plan(const Offer& offer, FoundRecipe& r
   if (!offer.scope.covered || offer.scope.action) {
     return std::nullopt;
   }
-  const IterationPtr of = iteration;
+  const IterationPtr of = iteration_;
   const std::shared_ptr<const Plan> plan = of->plan;
-  if (!plan || policy.asks || of->began_backward()) {
+  if (!plan || policy_.asks || of->began_backward()) {
     return std::nullopt;
   }
   const Plan::Place* const place = place_of(*plan, of->size(), offer);
@@ -133,7 +133,7 @@ std::optional<SaveResult> Engine::follow_plan(const Offer& offer, FoundRecipe& r
   }
   departing.notice_some();
   learn();
-  recomputed.sweep();
+  recomputed_.sweep();
   look_at_released(*of);
   ++offer.scope.ordinal;
   if (*place->action == Action::kRecompute) {
@@ -152,11 +152,11 @@ std::optional<SaveResult> Engine::follow_plan(const Offer& offer, FoundRecipe& r
 }
 
 void Engine::begin_streak(int64_t forwards, size_t in_flight, int64_t leaving_bytes) {
-  streak_.emplace(iteration, Streak::Terms{forwards, in_flight, leaving_bytes});
+  streak_.emplace(iteration_, Streak::Terms{forwards, in_flight, leaving_bytes});
 }
 
 std::optional<int64_t> Engine::extend_streak() {
-  if (!streak_ || !streak_->extend(iteration)) {
+  if (!streak_ || !streak_->extend(iteration_)) {
     return std::nullopt;
   }
   sweep_recomputed(streak_->in_flight() > 1);
@@ -174,11 +174,11 @@ std::optional<Streak::Seen> Engine::end_streak() {
 
 // Backward asks for a storage of an iteration that is directed, and has not waited for it yet.
 void Engine::before_demand(const EntryPtr& entry) {
-  const IterationPtr& of = entry->iteration;
-  if (backward != of) {
-    backward = of;
+  const IterationPtr& of = entry->iteration();
+  if (backward_ != of) {
+    backward_ = of;
   }
-  recomputed.sweep();
+  recomputed_.sweep();
   if (!of->began_backward()) {
     of->begin_backward(ledger.counters.away_bytes);
   }
@@ -192,7 +192,7 @@ void Engine::before_demand(const EntryPtr& entry) {
 
 // Backward has the storage, in stream order.
 void Engine::after_demand(const EntryPtr& entry) {
-  Iteration& of = *entry->iteration;
+  Iteration& of = *entry->iteration();
   bool departs = false, recorded = false;
   {
     const Locked locked(lock);
@@ -201,7 +201,7 @@ void Engine::after_demand(const EntryPtr& entry) {
       // A storage that every save has seen counts as away, but its last consumer still holds it.
       note_peak(of, entry->state() == State::kAway ? entry->nbytes() : 0);
       const std::vector<Plan::Place>& places = of.plan->places;
-      departs = entry->index < places.size() && places[entry->index].departs;
+      departs = entry->index() < places.size() && places[entry->index()].departs;
     }
   }
   if (departs) {
@@ -214,36 +214,36 @@ void Engine::after_demand(const EntryPtr& entry) {
   if (of.recorder) {
     of.recorder->demanded(*entry);
     if (of.returns_as_planned()) {
-      of.recorder->returning(of, of.plan->places[entry->index].fetches);
+      of.recorder->returning(of, of.plan->places[entry->index()].fetches);
     }
-    of.recorder->recomputed(recomputed.nbytes());
+    of.recorder->recomputed(recomputed_.nbytes());
   }
 }
 
 void Engine::count_recomputed(const StorageRef& storage) {
-  if (recomputed.add(storage) && backward) {
-    note_peak(*backward);
-    if (backward->recorder) {
-      backward->recorder->recomputed(recomputed.nbytes());
+  if (recomputed_.add(storage) && backward_) {
+    note_peak(*backward_);
+    if (backward_->recorder) {
+      backward_->recorder->recomputed(recomputed_.nbytes());
     }
   }
 }
 
 void Engine::sweep_recomputed(bool in_flight) {
-  in_flight ? recomputed.sweep() : recomputed.clear();
+  in_flight ? recomputed_.sweep() : recomputed_.clear();
 }
 
 void Engine::count_made(int64_t nbytes) {
   ledger.counters.set_made(nbytes);
-  if (backward && runs_backward()) {
-    note_peak(*backward);
+  if (backward_ && runs_backward()) {
+    note_peak(*backward_);
   }
 }
 
 void Engine::note_window(double seconds) const {
   // No forward has begun since: it is the backward's.
-  const bool in_backward = backward && backward->began_backward() && iteration->size() == 0;
-  const Iteration& of = in_backward ? *backward : *iteration;
+  const bool in_backward = backward_ && backward_->began_backward() && iteration_->size() == 0;
+  const Iteration& of = in_backward ? *backward_ : *iteration_;
   if (of.recorder) {
     of.recorder->window(seconds);
   }

@@ -86,13 +86,12 @@ void Iteration::look_at_held() {
 }
 
 void Iteration::place(const EntryPtr& entry) {
-  if (entry->iteration || entries_.empty() || !entries_.back().expired()) {
+  if (entry->iteration() || entries_.empty() || !entries_.back().expired()) {
     throw std::invalid_argument(
         "place needs an entry without an iteration, for what was admitted last");
   }
   entries_.back() = entry;
-  entry->index = entries_.size() - 1;
-  entry->iteration = shared_from_this();
+  entry->place_in(shared_from_this(), entries_.size() - 1);
 }
 
 // --- demanding -----------------------------------------------------------------------------------
@@ -248,7 +247,7 @@ std::vector<StorageRefPtr> Iteration::returning() const {
   for (const std::weak_ptr<Entry>& weak : entries_) {
     const EntryPtr entry = weak.lock();
     if (entry && entry->state() == State::kReturning) {
-      found.push_back(entry->storage);
+      found.push_back(entry->storage());
     }
   }
   return found;

@@ -18,8 +18,7 @@ Reason Engine::leave(const EntryPtr& entry, StorageRefPtr storage, LeaveOrder or
     return send(entry, storage, order);
   }
   order.transfers->meet_stream(order.form);
-  entry->storage = std::move(storage);
-  entry->order = std::move(order);
+  entry->hold(std::move(storage), std::move(order));
   return nullptr;
 }
 
@@ -30,7 +29,7 @@ Reason Engine::send(const EntryPtr& entry, const StorageRefPtr& storage, const L
   }
   // Bytes that the iteration's plan has for the frame; nothing: as many as it takes.
   const std::optional<int64_t> most_bytes =
-      entry->iteration ? entry->iteration->frame_nbytes(entry->index) : std::nullopt;
+      entry->iteration() ? entry->iteration()->frame_nbytes(entry->index()) : std::nullopt;
   const auto expected = by.expect(order.form, order.key, most_bytes);
   Reason reason = nullptr;
   if (const auto* const expectation = std::get_if<Expectation>(&expected)) {
@@ -49,7 +48,7 @@ Reason Engine::send(const EntryPtr& entry, const StorageRefPtr& storage, const L
     reason = declined(std::get<Refused>(expected), *entry);
   }
   if (most_bytes && by.works_ahead()) {
-    entry->iteration->unfit = true;  // the plan has no room for it where it is
+    entry->iteration()->unfit = true;  // the plan has no room for it where it is
     return send_raw(entry, storage, by);
   }
   return order.form == Form::kFrame ? reason : send_raw(entry, storage, by);
@@ -69,7 +68,7 @@ bool Engine::encode(const EntryPtr& entry, const StorageRefPtr& storage, const L
 // An accelerator's first frames have guessed lengths, so the room that they were short of at first
 // is counted and not told. What a later iteration is short of as well, is.
 Reason Engine::refused(const FrameSender& sender, const Entry& entry) {
-  if (sender.arena_was_full() && !short_again(entry.iteration)) {
+  if (sender.arena_was_full() && !short_again(entry.iteration())) {
     return reasons::kCodecRoom;
   }
   return refused(reasons::kCodecRoom, sender.why_refused(), entry);

@@ -12,8 +12,8 @@ namespace {
 
 // An entry's storage for a look in passing: the entry stays as it is. The engine's lock is held.
 StorageRefPtr looked_at(Entry& entry) {
-  if (entry.storage) {
-    return entry.storage;
+  if (entry.storage()) {
+    return entry.storage();
   }
   if (StorageRefPtr storage = entry.identity().lock()) {
     return storage;
@@ -99,20 +99,20 @@ class SavedSource final : public Source {
 bool is_there_to_stay(const Engine& of, const KnownTensor& tensor) {
   const auto storage = tensor.storage.lock();
   return storage && owns_memory(*storage, tensor.view.end()) &&
-         (of.persistent.empty() || of.persistent.contains(tensor.key()));
+         (!of.has_persistent() || of.is_persistent(tensor.key()));
 }
 
 // Who stands for what autograd has saved in this forward; nullptr: it has not.
 KnownPtr known_in(Engine& of, const SavedView& view) {
   KnownPtr known = of.ledger.find(view).known;
   const EntryPtr entry = as_entry(known);
-  return entry && entry->iteration != of.iteration ? nullptr : known;
+  return entry && entry->iteration() != of.iteration() ? nullptr : known;
 }
 
 // The entry whose bytes wait elsewhere, or which holds the storage itself; nullptr: none does.
 EntryPtr moved_entry(KnownPtr known) {
   EntryPtr entry = as_entry(std::move(known));
-  return entry && (entry->away() || entry->storage) ? entry : nullptr;
+  return entry && entry->moves() ? entry : nullptr;
 }
 
 // What is saved for recipes alone has ordinals of its own: whether it is saved changes no other's.
@@ -151,23 +151,18 @@ RecipeHost::Standing EngineRecipeHost::standing(const KnownTensor& tensor) {
   if (const KnownPtr known = known_in(*of, view); known && (moved_entry(known) || alive)) {
     return Standing::kSaved;
   }
-  const bool small = static_cast<int64_t>(view.storage_nbytes()) < of->policy.min_bytes;
+  const bool small = static_cast<int64_t>(view.storage_nbytes()) < of->policy().min_bytes;
   return small && alive && view.computed() ? Standing::kSmall : Standing::kUnknown;
 }
 
 int EngineRecipeHost::depth(const KnownTensor& tensor) {
   const EntryPtr entry = moved_entry(known_in(*engine(), tensor.view));
-  if (!entry) {
-    return 0;
-  }
-  const auto* const waiting = entry->order ? std::get_if<Leaving>(&*entry->order) : nullptr;
-  const AwayFormPtr& away = waiting != nullptr ? waiting->away : entry->away();
-  return away ? away->depth() : 0;
+  return entry ? entry->depth() : 0;
 }
 
 std::optional<size_t> EngineRecipeHost::index_of(const KnownTensor& tensor) {
   const EntryPtr entry = as_entry(known_in(*engine(), tensor.view));
-  return entry ? std::optional(entry->index) : std::nullopt;
+  return entry ? std::optional(entry->index()) : std::nullopt;
 }
 
 SourcePtr EngineRecipeHost::keep(const KnownTensor& tensor, Standing standing) {
@@ -188,7 +183,7 @@ bool EngineRecipeHost::can_save(const KnownTensor& tensor) {
 
 bool EngineRecipeHost::could_save(const KnownTensor& tensor) {
   const auto nbytes = static_cast<int64_t>(tensor.view.storage_nbytes());
-  return offer_ != nullptr && tensor.view.computed() && nbytes >= engine()->policy.min_bytes;
+  return offer_ != nullptr && tensor.view.computed() && nbytes >= engine()->policy().min_bytes;
 }
 
 SourcePtr EngineRecipeHost::save(const KnownTensor& tensor) {
@@ -197,8 +192,8 @@ SourcePtr EngineRecipeHost::save(const KnownTensor& tensor) {
     return nullptr;
   }
   // An iteration that follows no plan and that nobody takes down shows nobody what it would take.
-  const Iteration& in = *engine()->iteration;
-  if (engine()->directed && !in.plan && !in.recorder) {
+  const Iteration& in = *engine()->iteration();
+  if (engine()->directed() && !in.plan && !in.recorder) {
     return nullptr;
   }
   HookScope scope = offer_->scope;

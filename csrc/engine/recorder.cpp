@@ -28,7 +28,7 @@ int32_t or_never(const std::optional<int32_t>& mark, int32_t final) {
 }  // namespace
 
 void Recorder::Seen::look_at_use(const Entry& of) {
-  used_up = used_up || (!of.storage && of.identity().expired());
+  used_up = used_up || (!of.storage() && of.identity().expired());
 }
 
 Recorder::Recorder(Clock clock) : clock_(std::move(clock)) {
@@ -52,20 +52,20 @@ void Recorder::choose(const Chosen& chosen) {
 }
 
 void Recorder::saved(const EntryPtr& entry) {
-  if (!std::exchange(chose_, false) || entry->index != seen_.size() ||
+  if (!std::exchange(chose_, false) || entry->index() != seen_.size() ||
       seen_.size() != moments_.size()) {
     broken_ = true;
   }
   if (broken_) {
     return;
   }
-  const size_t index = entry->index;
+  const size_t index = entry->index();
   add_mark(began_);
   Seen seen;
   seen.entry = entry;
   seen_.push_back(std::move(seen));
   columns_.moved.push_back(entry->away() ? 1 : 0);
-  columns_.for_recipe.push_back(entry->for_recipe ? 1 : 0);
+  columns_.for_recipe.push_back(entry->for_recipe() ? 1 : 0);
   columns_.others.emplace_back();
   held_.push_back(index);
   sent_.push_back(index);
@@ -80,10 +80,10 @@ void Recorder::demanding(const Entry& entry) {
   if (demand_of_this_thread() != demands_.end()) {
     return;
   }
-  demands_.push_back({std::this_thread::get_id(), entry.index, nullptr});
+  demands_.push_back({std::this_thread::get_id(), entry.index(), nullptr});
   arrive();
-  if (entry.index < seen_.size() && seen_[entry.index].demanded) {
-    seen_[entry.index].look_at_use(entry);
+  if (entry.index() < seen_.size() && seen_[entry.index()].demanded) {
+    seen_[entry.index()].look_at_use(entry);
     return;
   }
   if (columns_.order.empty()) {
@@ -94,7 +94,7 @@ void Recorder::demanding(const Entry& entry) {
 }
 
 void Recorder::demanded(const Entry& entry) {
-  const size_t index = entry.index;
+  const size_t index = entry.index();
   const auto demand = demand_of_this_thread();
   if (demand == demands_.end() || demand->index != index) {
     return;
@@ -159,12 +159,13 @@ void Recorder::note_bytes(const Entry& entry) {
 // --- what happens at them ------------------------------------------------------------------------
 
 void Recorder::again(const Entry& entry, std::string_view unit) {
-  if (entry.index >= seen_.size()) {
+  if (entry.index() >= seen_.size()) {
     return;
   }
   const size_t number = unit_number(unit);
-  std::vector<size_t>& others = columns_.others[entry.index];
-  if (number != columns_.units[entry.index] && std::ranges::find(others, number) == others.end()) {
+  std::vector<size_t>& others = columns_.others[entry.index()];
+  if (number != columns_.units[entry.index()] &&
+      std::ranges::find(others, number) == others.end()) {
     others.push_back(number);
   }
 }
@@ -228,7 +229,7 @@ void Recorder::look() {
     const bool sends = owned.contains(index);
     // Ours are: the reference just taken, handles of a tensor that stayed, the storage's send, and
     // an encode that waits for a window.
-    const int64_t ours = 1 + entry->keeps + (sends ? 1 : 0) + (entry->storage ? 1 : 0);
+    const int64_t ours = 1 + entry->keeps() + (sends ? 1 : 0) + (entry->storage() ? 1 : 0);
     const bool held = static_cast<int64_t>(storage->storage.use_count()) > ours;
     if (held) {
       seen.let_go.reset();

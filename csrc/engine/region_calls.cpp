@@ -36,7 +36,7 @@ void RegionCalls::add(std::string unit, const std::vector<at::Tensor>& inputs, c
 void RegionCalls::saved(const Entry& entry) {
   for (Input& input : inputs_) {
     if (!input.place && input.storage.key() == entry.identity().key()) {
-      input.place = entry.index;
+      input.place = entry.index();
     }
   }
 }

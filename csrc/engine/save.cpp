@@ -56,15 +56,15 @@ SaveResult Engine::stay(const SavedView& view, std::string_view reason) {
   return {false, Stay::make({shared_from_this(), &ledger}, view)};
 }
 
-EntryPtr Engine::make_entry(const SavedView& view, const StorageRef& storage) {
-  EntryPtr made = Entry::make(shared_from_this(), view, storage);
-  iteration->place(made);
+EntryPtr Engine::make_entry(const SavedView& view, const StorageRef& storage, bool for_recipe) {
+  EntryPtr made = Entry::make(shared_from_this(), view, storage, for_recipe);
+  iteration_->place(made);
   return made;
 }
 
 Reason Engine::refused(Reason short_of, const std::string& why, const Entry& entry) {
-  if (entry.iteration && short_of == reasons::kPool) {
-    entry.iteration->refuse(ledger.counters.away_bytes);
+  if (entry.iteration() && short_of == reasons::kPool) {
+    entry.iteration()->refuse(ledger.counters.away_bytes);
   }
   ledger.tell_once(short_of, "a storage of " + std::to_string(entry.nbytes()) + " bytes stays on " +
                                  entry.device().str() + ": " + why +
@@ -81,7 +81,7 @@ bool Engine::refilled(const KnownPtr& known, const SavedView& view) const {
     return false;
   }
   const EntryPtr entry = as_entry(known);
-  return entry && entry->away() && entry->iteration != iteration;
+  return entry && entry->away() && entry->iteration() != iteration_;
 }
 
 // One more save of a storage that is known.
@@ -92,15 +92,13 @@ SaveResult Engine::save_again(const Offer& offer, const KnownPtr& known) {
   if (!entry) {
     return {false, known};
   }
-  if (recipes && !offer.for_recipe) {
-    recipes->saved_again(offer.view);
+  if (recipes_ && !offer.for_recipe) {
+    recipes_->saved_again(offer.view);
   }
-  if (entry->iteration && entry->iteration->recorder) {
-    entry->iteration->recorder->again(*entry, offer.scope.unit);
+  if (const IterationPtr& of = entry->iteration(); of && of->recorder) {
+    of->recorder->again(*entry, offer.scope.unit);
   }
-  // It has left, or waits to: then the entry holds the storage.
-  const bool leaves = entry->away() || entry->storage;
-  return {leaves, known};
+  return {entry->moves(), known};
 }
 
 // A storage without a plan: the entry that stands for it already, or what is decided about a new
@@ -114,7 +112,7 @@ SaveResult Engine::look_up(const Offer& offer, const FoundRecipe& recipe) {
   if (found.known && !refilled(found.known, view)) {
     return save_again(offer, found.known);
   }
-  if (static_cast<int64_t>(view.storage_nbytes()) < policy.min_bytes) {
+  if (static_cast<int64_t>(view.storage_nbytes()) < policy_.min_bytes) {
     return keep(view, reasons::kSmall);
   }
   if (view.edited_part()) {
@@ -135,10 +133,10 @@ SaveResult Engine::look_up(const Offer& offer, const FoundRecipe& recipe) {
 // A batch is an iteration, and its group has begun it.
 SaveResult Engine::save(const Offer& offer) {
   if (offer.batch != nullptr) {
-    iteration = offer.batch->iteration;
+    iteration_ = offer.batch->iteration;
   }
   FoundRecipe recipe;
-  std::optional<SaveResult> result = directed ? follow_plan(offer, recipe) : std::nullopt;
+  std::optional<SaveResult> result = directed_ ? follow_plan(offer, recipe) : std::nullopt;
   if (!result) {
     result = look_up(offer, recipe);
   }
@@ -154,7 +152,7 @@ const TransfersPtr& Engine::transfers_from(c10::Device device) {
       return transfers;
     }
   }
-  return devices_.emplace_back(device, host->open(*this, device)).second;
+  return devices_.emplace_back(device, host_->open(*this, device)).second;
 }
 
 // The action of a policy that names none: the one that suits the device.
@@ -162,23 +160,23 @@ Action Engine::default_action(const Transfers& by) {
   if (by.policy.action != Action::kRecompute) {
     return by.policy.action;
   }
-  if (!policy.recipes) {
+  if (!policy_.recipes) {
     return by.policy.without_recipe;
   }
-  host->open_recipes(*this);
+  host_->open_recipes(*this);
   return Action::kRecompute;
 }
 
 SaveResult Engine::decide(const Offer& offer, FoundRecipe recipe) {
-  if (directed) {
-    recomputed.sweep();
+  if (directed_) {
+    recomputed_.sweep();
   }
   const HookScope& scope = offer.scope;
-  std::optional<Action> action = scope.action ? scope.action : policy.action;
-  if (policy.asks && !scope.action) {
-    action = host->decide(*this, offer);
+  std::optional<Action> action = scope.action ? scope.action : policy_.action;
+  if (policy_.asks && !scope.action) {
+    action = host_->decide(*this, offer);
   }
-  if (action == Action::kKeep && !directed) {
+  if (action == Action::kKeep && !directed_) {
     return stay(offer.view, scope.why_kept);
   }
   const TransfersPtr& by = transfers_from(offer.view.device());
@@ -188,32 +186,32 @@ SaveResult Engine::decide(const Offer& offer, FoundRecipe recipe) {
   if (by->policy.captures && by->policy.captures()) {
     return keep(offer.view, reasons::kStreamCapture);
   }
-  if (iteration->began_backward()) {
-    host->begin_iteration(*this);
+  if (iteration_->began_backward()) {
+    host_->begin_iteration(*this);
   }
   departing.notice_some();
-  iteration->look_at_held();
-  look_at_released(*iteration);
+  iteration_->look_at_held();
+  look_at_released(*iteration_);
   learn();
   ++offer.scope.ordinal;
   Action wanted = action ? *action : default_action(*by);
-  if (!directed) {
+  if (!directed_) {
     return admit(offer, by, {.action = wanted});
   }
   const bool may_learn =
-      recipes && (wanted == Action::kRecompute || (!policy.action && !policy.asks));
+      recipes_ && (wanted == Action::kRecompute || (!policy_.action && !policy_.asks));
   if (wanted == Action::kRecompute) {
     wanted = by->policy.without_recipe;
   }
   // The sources that a recipe saves come before its result, and have the places before it.
-  if (may_learn && iteration->learns_recipes && plans_sources) {
+  if (may_learn && iteration_->learns_recipes && plans_sources_) {
     recipe = recipe_of(offer, kMostExtra, /*leaves=*/false);
   }
-  const std::optional<Action> directions = host->direct(*this, offer, wanted);
+  const std::optional<Action> directions = host_->direct(*this, offer, wanted);
   return admit(offer, by,
                {.action = directions.value_or(wanted),
                 .directed = directions.has_value(),
-                .learns = may_learn && iteration->learns_recipes,
+                .learns = may_learn && iteration_->learns_recipes,
                 .recipe = std::move(recipe)});
 }
 
@@ -221,22 +219,21 @@ SaveResult Engine::admit(const Offer& offer, const TransfersPtr& by, Decision de
   const auto nbytes = static_cast<int64_t>(offer.view.storage_nbytes());
   const bool recomputes = decision.action == Action::kRecompute;
   const Action action = recomputes ? by->policy.without_recipe : decision.action;
-  Reason why = iteration->admit(nbytes, action == Action::kEncode,
-                                offer.scope.group.value_or(Iteration::kNoGroup));
+  Reason why = iteration_->admit(nbytes, action == Action::kEncode,
+                                 offer.scope.group.value_or(Iteration::kNoGroup));
   if (action == Action::kKeep) {
     why = decision.directed ? reasons::kPlanned : reasons::kPolicy;
   } else if (decision.directed && why != reasons::kNeverFreed) {
     why = nullptr;
   }
   auto storage = std::make_shared<StorageRef>(offer.tensor.storage());
-  const EntryPtr entry = make_entry(offer.view, *storage);
-  entry->for_recipe = offer.for_recipe;
+  const EntryPtr entry = make_entry(offer.view, *storage, offer.for_recipe);
   const bool may_become_recipe = recomputes && why == nullptr;
   const bool is_recipe = (may_become_recipe || decision.learns) &&
                          becomes_recipe(entry, offer, may_become_recipe, decision.recipe);
   if (!is_recipe) {
     if (why == nullptr && action == Action::kEncode &&
-        iteration->frame_held_at_peak(entry->index)) {
+        iteration_->frame_held_at_peak(entry->index())) {
       why = reasons::kHeldAtPeak;
     }
     if (why == nullptr) {
@@ -247,7 +244,7 @@ SaveResult Engine::admit(const Offer& offer, const TransfersPtr& by, Decision de
     }
   }
   storage.reset();  // its ticket's share is the last one
-  if (directed) {
+  if (directed_) {
     after_save(entry);
   } else if (schedule != Schedule::kBatches && !by->works_ahead()) {
     note_save(*entry, why == reasons::kHeldAtPeak);
@@ -259,12 +256,12 @@ SaveResult Engine::admit(const Offer& offer, const TransfersPtr& by, Decision de
 void Engine::note_save(const Entry& entry, bool stays) {
   int64_t frame_nbytes = 0;
   if (stays) {
-    frame_nbytes = *iteration->frame_held_at_peak(entry.index);
+    frame_nbytes = *iteration_->frame_held_at_peak(entry.index());
   } else if (const AwayFormPtr& away = entry.away()) {
     frame_nbytes = static_cast<int64_t>(away->device_nbytes());
   }
-  iteration->at_peak.saved(entry.index, entry.nbytes(), frame_nbytes, stays,
-                           ledger.counters.most_lately());
+  iteration_->at_peak.saved(entry.index(), entry.nbytes(), frame_nbytes, stays,
+                            ledger.counters.most_lately());
 }
 
 Reason Engine::send_as(Action action, const Offer& offer, const TransfersPtr& by,
@@ -279,17 +276,17 @@ Reason Engine::send_as(Action action, const Offer& offer, const TransfersPtr& by
 
 // `leaves`: whether a storage leaves as a recipe if it can, or its recipe is told.
 Engine::FoundRecipe Engine::recipe_of(const Offer& offer, double most_extra, bool leaves) {
-  if (!recipes || offer.for_recipe) {
+  if (!recipes_ || offer.for_recipe) {
     return std::make_shared<RecipeAnswer>();
   }
-  const EngineRecipeHost::Saving saving(*recipes, offer);
+  const EngineRecipeHost::Saving saving(*recipes_, offer);
   return std::make_shared<RecipeAnswer>(
-      recipes->offer(std::make_shared<StorageRef>(offer.tensor.storage()), offer.view,
-                     {.unit = offer.scope.unit,
-                      .number = offer.number,
-                      .nbytes = static_cast<int64_t>(offer.view.storage_nbytes()),
-                      .dtype = offer.tensor.scalar_type()},
-                     {.most_extra = most_extra, .leaves = leaves, .planned = directed}));
+      recipes_->offer(std::make_shared<StorageRef>(offer.tensor.storage()), offer.view,
+                      {.unit = offer.scope.unit,
+                       .number = offer.number,
+                       .nbytes = static_cast<int64_t>(offer.view.storage_nbytes()),
+                       .dtype = offer.tensor.scalar_type()},
+                      {.most_extra = most_extra, .leaves = leaves, .planned = directed_}));
 }
 
 // Whether an entry's storage leaves as a recipe. If not, the recipe may be on trial. `recipe`:
@@ -297,25 +294,24 @@ Engine::FoundRecipe Engine::recipe_of(const Offer& offer, double most_extra, boo
 bool Engine::becomes_recipe(const EntryPtr& entry, const Offer& offer, bool leaves,
                             FoundRecipe recipe) {
   if (!recipe) {
-    recipe = recipe_of(offer, directed ? 0 : kMostExtra, leaves);
+    recipe = recipe_of(offer, directed_ ? 0 : kMostExtra, leaves);
   }
   RecipeAnswer& answer = *recipe;
   if (answer.leaving && schedule == Schedule::kBatches) {
-    entry->storage = std::make_shared<StorageRef>(offer.tensor.storage());
-    entry->order = std::move(*answer.leaving);
+    entry->hold(std::make_shared<StorageRef>(offer.tensor.storage()), std::move(*answer.leaving));
     return true;
   }
   if (answer.leaving) {
     depart(*entry, std::move(*answer.leaving));
     return true;
   }
-  entry->trial = std::move(answer.trial);
+  entry->try_recipe(std::move(answer.trial));
   if (answer.proven) {
-    iteration->proven.emplace_back(entry->index, std::move(*answer.proven));
+    iteration_->proven.emplace_back(entry->index(), std::move(*answer.proven));
     return false;
   }
-  if (leaves && directed) {
-    iteration->no_recipe.insert(entry->index);
+  if (leaves && directed_) {
+    iteration_->no_recipe.insert(entry->index());
   }
   return false;
 }

@@ -187,7 +187,7 @@ int64_t WindowQueue::run(const Bounds& bounds) {
 // Accounts for what must not start any more: a dead entry, or one of rule 2.
 bool WindowQueue::too_late(const PendingEncode& pending) {
   const EntryPtr entry = pending.entry.lock();
-  if (entry && !(entry->iteration && entry->iteration->began_backward())) {
+  if (entry && !(entry->iteration() && entry->iteration()->began_backward())) {
     return false;
   }
   pending_bytes_ -= pending.nbytes;
@@ -213,7 +213,7 @@ bool WindowQueue::fetch_next() {
   wanted_bytes_ -= next.nbytes;
   const EntryPtr entry = next.entry.lock();
   // Nobody may wait for it any more, and it may even be away again.
-  if (!entry || (entry->iteration && entry->iteration->order().was_demanded(entry->index)) ||
+  if (!entry || (entry->iteration() && entry->iteration()->order().was_demanded(entry->index())) ||
       !work_.fetch(entry)) {
     return false;
   }

@@ -28,10 +28,10 @@ void Windows::open(double seconds) {
     return;
   }
   durations.begin_go();
-  if (engine_.directed) {
+  if (engine_.directed()) {
     engine_.note_window(seconds);
   }
-  const IterationPtr iteration = runs_backward() ? demanded_ : engine_.iteration;
+  const IterationPtr iteration = runs_backward() ? demanded_ : engine_.iteration();
   if (iteration && works_ahead_) {
     iteration->open_window(seconds * queue.decode_rate);
   }
@@ -64,7 +64,7 @@ void Windows::begin_iteration() {
 void Windows::defer(const EntryPtr& entry, const StorageRefPtr& storage, const LeaveOrder& order,
                     const Expectation& expectation) {
   works_ahead_ = true;
-  entry->storage = storage;
+  entry->hold(storage);
   const std::optional<FrameSizes> sizes = order.transfers->expectations->sizes(expectation.key);
   const auto nbytes = static_cast<double>(entry->nbytes());
   const double gain = sizes ? 1 - static_cast<double>(sizes->used) / nbytes : kFirstGain;
@@ -97,7 +97,7 @@ void Windows::look_ahead(const IterationPtr& iteration, size_t index) {
 }
 
 void Windows::hurry(const EntryPtr& entry) {
-  if (entry->storage && entry->state() == State::kResident) {
+  if (entry->storage() && entry->state() == State::kResident) {
     durations.begin_go();
     queue.start_now({entry});
   }
@@ -107,7 +107,7 @@ void Windows::hurry(const EntryPtr& entry) {
 
 TicketPtr Windows::start(const PendingEncode& pending) {
   const EntryPtr entry = pending.entry.lock();
-  if (!entry || !entry->storage) {
+  if (!entry || !entry->storage()) {
     return nullptr;
   }
   if (entry->lost_memory()) {
@@ -116,14 +116,14 @@ TicketPtr Windows::start(const PendingEncode& pending) {
   }
   const LeaveOrder& order = pending.order;
   const std::shared_ptr<FrameSender> sender = order.transfers->frames(order.form);
-  StorageRefPtr storage = std::exchange(entry->storage, nullptr);
+  const StorageRefPtr& storage = entry->storage();  // which the entry holds until it is sent
   Reason reason = nullptr;
   if (engine_.encode(entry, storage, order, pending.expectation)) {
     notice(entry->away()->sent_by(), entry->nbytes(), true);
   } else {
     const bool planned = pending.expectation.most_bytes.has_value();
     if (planned) {
-      entry->iteration->unfit = true;
+      entry->iteration()->unfit = true;
     } else {
       reason = engine_.refused(*sender, *entry);
     }
@@ -134,7 +134,6 @@ TicketPtr Windows::start(const PendingEncode& pending) {
   if (reason == nullptr) {
     return entry->departure();
   }
-  entry->storage = std::move(storage);
   engine_.ledger.keep(reason, entry->nbytes());
   return nullptr;
 }

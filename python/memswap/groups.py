@@ -101,7 +101,7 @@ class Groups(Uncopied, Counted):
 def engine_of_groups(decider: Decider, pool: Pool | None) -> Engine:
     """An engine for any number of groups. A storage of two of them moves once."""
     engine = Engine(decider, pool, prefetch_bytes=0, schedule=Schedule.BATCHES)
-    engine.batch_limits = engine_batch.SMALL_BYTES, engine_batch.BUCKET_BYTES
+    engine.set_batch_limits((engine_batch.SMALL_BYTES, engine_batch.BUCKET_BYTES))
     return engine
 
 

@@ -71,7 +71,7 @@ class Engine(native.Engine):
     def policy(self, policy: Decider) -> None:
         self._policy = policy
         self._want_recipes()
-        self.set_policy(policy.min_bytes, policy.action, policy.fn is not None, policy.recipes)
+        self.set_policy((policy.min_bytes, policy.action, policy.fn is not None, policy.recipes))
 
     @property
     def director(self) -> Director | None:
@@ -81,7 +81,7 @@ class Engine(native.Engine):
     @director.setter
     def director(self, director: Director | None) -> None:
         self._director = director
-        self.directed = director is not None
+        self.set_directed(director is not None)
         self._want_recipes()
 
     def _want_recipes(self) -> None:
@@ -98,8 +98,8 @@ class Engine(native.Engine):
         with self.lock:
             if self.iteration.size:
                 self._since.count()
-                ended, begun = self.iteration, self.timeline.begin()
-                self.iteration = begun
+                ended = self.iteration
+                self.next_iteration()
                 if self.recipes is not None:
                     self.recipes.begin_iteration()
                 leaving_bytes = ended.leaving_bytes
@@ -109,7 +109,7 @@ class Engine(native.Engine):
                 if self._director is not None:
                     planned_bytes = self.extend_streak()
                     if planned_bytes is None:  # something is not as it was the last time
-                        planned_bytes = self._director.begin(begun)
+                        planned_bytes = self._director.begin(self.iteration)
                     leaving_bytes = planned_bytes or leaving_bytes
                 for transfers in opened:
                     transfers.begin_iteration(leaving_bytes, ended.nbytes)
@@ -252,7 +252,7 @@ class Engine(native.Engine):
     def open_recipes(self) -> None:
         """Hear of operators from the next scope on, if that has not begun yet."""
         if self.recipes is None:
-            self.recipes = recipes.open_recipes(self, self._policy.operators)
+            self.set_recipes(recipes.open_recipes(self, self._policy.operators))
 
 
 uncompiled_methods(Engine)

@@ -72,7 +72,7 @@ class BudgetDirector:
         self._engine = engine
         # What ranks have proven may differ, all marks of a device are known, and what a user's
         # function asks for follows no plan alone.
-        engine.plans_sources = group is None and device is None and policy.fn is None
+        engine.set_plans_sources(group is None and device is None and policy.fn is None)
         self._fixed = policy.action is not None or policy.fn is not None
         self._bounded = budget != "auto"
         self._learner = Learner(engine, budget, rates, group, self._fixed, pool, device)

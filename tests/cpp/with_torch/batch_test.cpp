@@ -41,7 +41,7 @@ class Batches : public ::testing::Test {
         {.tensor = tensor, .view = view, .scope = scope, .number = 0, .batch = &batch});
     EXPECT_TRUE(saved.moves) << "it waits";
     auto entry = std::static_pointer_cast<Entry>(saved.known);
-    ++entry->handles;
+    entry->add_handle();
     return entry;
   }
 
@@ -57,8 +57,9 @@ class Batches : public ::testing::Test {
       PoolOptions{.slab_bytes = 1 << 20, .alignment = 512});
   std::shared_ptr<BlockSender> sender =
       std::make_shared<BlockSender>(std::make_shared<WorkerLane>(2, 1 << 20), pool);
-  EnginePtr engine = std::make_shared<Engine>(/*prefetch_bytes=*/0, Schedule::kBatches);
-  testing::Host& host = testing::host_of(*engine, testing::transfers_by(sender));
+  EnginePtr engine = testing::hosted_engine(testing::transfers_by(sender), /*prefetch_bytes=*/0,
+                                            Schedule::kBatches)
+                         .engine;
   HookScope scope{.unit = "unit", .covered = true};
 };
 
@@ -94,7 +95,7 @@ TEST_F(Batches, WhatWasSavedLeavesTogetherAndComesBack) {
 }
 
 TEST_F(Batches, BucketsAreNoLongerThanTheyMayBeAndLargeStoragesTravelAlone) {
-  engine->batch_limits = {.small_bytes = kBytes, .bucket_bytes = 2 * kBytes};
+  engine->set_batch_limits({.small_bytes = kBytes, .bucket_bytes = 2 * kBytes});
   const BatchPtr batch = begin();
   std::vector<EntryPtr> entries;
   for (const int64_t nbytes : {kBytes, kBytes, kBytes + 1, kBytes, kBytes, kBytes}) {
@@ -189,7 +190,7 @@ TEST_F(Batches, AnEngineIsNotHeldByItself) {
 }
 
 TEST_F(Batches, WhatFindsNoRoomStaysAndIsCounted) {
-  engine->batch_limits.small_bytes = 0;
+  engine->set_batch_limits({.small_bytes = 0});
   const BatchPtr batch = begin();
   const EntryPtr entry = save(*batch, filled(8, 2 << 20));
   batch->launch_offload();

@@ -39,11 +39,12 @@ struct Handle {
   EntryPtr entry() const { return std::static_pointer_cast<Entry>(saved.known); }
 };
 
+constexpr PolicyTable kSwaps{.min_bytes = 1, .action = Action::kSwap};
+
 class Engines : public ::testing::Test {
  protected:
   Engines() {
-    engine->policy.action = Action::kSwap;
-    engine->policy.min_bytes = 1;
+    engine->set_policy(kSwaps);
     engine->ledger.warn = [this](const std::string& message) { told.push_back(message); };
   }
 
@@ -53,7 +54,7 @@ class Engines : public ::testing::Test {
     SaveResult saved =
         engine->save({.tensor = tensor, .view = view, .scope = scope, .number = ++scope.packs});
     if (saved.moves) {
-      ++static_cast<Entry&>(*saved.known).handles;
+      static_cast<Entry&>(*saved.known).add_handle();
       return {saved, view, {}};
     }
     return {saved, view, tensor};
@@ -66,15 +67,16 @@ class Engines : public ::testing::Test {
     return bytes[0] == value && bytes[kSavedBytes - 1] == value;
   }
 
-  void begin_iteration() { engine->iteration = engine->timeline.begin(); }
+  void begin_iteration() { engine->next_iteration(); }
 
   std::shared_ptr<Pool> pool = std::make_shared<Pool>(
       std::make_shared<BudgetedSlabs>(std::make_shared<OrdinarySlabs>(), kHostBytes),
       PoolOptions{.slab_bytes = kHostBytes, .alignment = 512});
   std::shared_ptr<WorkerLane> lane = std::make_shared<WorkerLane>(2, kHostBytes);
   std::shared_ptr<BlockSender> sender = std::make_shared<BlockSender>(lane, pool);
-  EnginePtr engine = std::make_shared<Engine>(/*prefetch_bytes=*/0);
-  testing::Host& host = testing::host_of(*engine, testing::transfers_by(sender));
+  testing::HostedEngine hosted = testing::hosted_engine(testing::transfers_by(sender));
+  EnginePtr& engine = hosted.engine;
+  testing::Host& host = hosted.host;
   std::vector<std::string> told;
   HookScope scope{.unit = "unit", .covered = true};
 };
@@ -109,11 +111,10 @@ TEST_F(Engines, AStorageMovesOnceHoweverOftenItIsSaved) {
 }
 
 TEST_F(Engines, WhatIsSmallOrNotCoveredStays) {
-  engine->policy.min_bytes = kSavedBytes + 1;
+  engine->set_policy({.min_bytes = kSavedBytes + 1, .action = Action::kSwap});
   EXPECT_FALSE(save(saved_bytes(1)).saved.moves);
   EXPECT_EQ(engine->ledger.kept().at("small").nbytes, kSavedBytes);
-  engine->policy.min_bytes = 1;
-  engine->policy.action = Action::kKeep;
+  engine->set_policy({.min_bytes = 1, .action = Action::kKeep});
   const Handle stays = save(saved_bytes(1));
   EXPECT_FALSE(stays.saved.moves);
   EXPECT_FALSE(stays.saved.known->is_entry());
@@ -136,7 +137,7 @@ TEST_F(Engines, WithoutRoomATensorStaysAndThatIsToldOnce) {
 }
 
 TEST_F(Engines, AFunctionOfTheUsersIsAskedUnlessWhoSavesHasAnAction) {
-  engine->policy = {.min_bytes = 1, .action = std::nullopt, .asks = true};
+  engine->set_policy({.min_bytes = 1, .action = std::nullopt, .asks = true});
   host.says = Action::kKeep;
   EXPECT_FALSE(save(saved_bytes(1)).saved.moves);
   host.says = std::nullopt;
@@ -168,19 +169,19 @@ TEST_F(Engines, ATableIsFollowedWithoutAskingAnybody) {
   }
   EXPECT_EQ(host.asked, 0);
   EXPECT_EQ(host.opened, 1) << "what a device's storages leave by is opened once";
-  engine->policy.action = std::nullopt;
+  engine->set_policy({.min_bytes = 1});
   EXPECT_TRUE(save(saved_bytes(1)).saved.moves) << "what suits the device";
   EXPECT_EQ(host.asked, 0);
 }
 
 TEST_F(Engines, WhatIsSavedAfterBackwardBeganBelongsToANewIteration) {
   const Handle handle = save(saved_bytes(1));
-  const IterationPtr before = engine->iteration;
+  const IterationPtr before = engine->iteration();
   demands(handle, 1);
   const Handle other = save(saved_bytes(2));
   EXPECT_TRUE(other.saved.moves);
-  EXPECT_NE(engine->iteration, before);
-  EXPECT_EQ(engine->iteration->size(), 1u);
+  EXPECT_NE(engine->iteration(), before);
+  EXPECT_EQ(engine->iteration()->size(), 1u);
 }
 
 TEST_F(Engines, AStorageOfADeviceWithoutTransfersStays) {
@@ -200,29 +201,28 @@ TEST_F(Engines, NothingLeavesWhileAStreamCapturesAGraph) {
 }
 
 TEST_F(Engines, WithoutARecipeARecomputedStorageLeavesAsSuitsTheDevice) {
-  engine->policy.action = Action::kRecompute;
+  engine->set_policy({.min_bytes = 1, .action = Action::kRecompute});
   EXPECT_TRUE(save(saved_bytes(1)).saved.moves);
-  EXPECT_EQ(engine->recipes, nullptr) << "nobody asked for recipes of a device";
+  EXPECT_EQ(engine->recipes(), nullptr) << "nobody asked for recipes of a device";
   host.transfers = testing::transfers_by(sender, {.action = Action::kRecompute});
-  const EnginePtr other = std::make_shared<Engine>(/*prefetch_bytes=*/0);
-  testing::host_of(*other, host.transfers);
-  other->policy.min_bytes = 1;
+  const EnginePtr other = testing::hosted_engine(host.transfers).engine;
+  other->set_policy({.min_bytes = 1});
   const at::Tensor tensor = saved_bytes(1);
   const Locked locked(other->lock);
   const SavedView view = *SavedView::capture(tensor);
   EXPECT_TRUE(other->save({.tensor = tensor, .view = view, .scope = scope, .number = 1}).moves);
-  EXPECT_NE(other->recipes, nullptr);
+  EXPECT_NE(other->recipes(), nullptr);
 }
 
 TEST_F(Engines, WhoDirectsSaysWhatBecomesOfEachStorage) {
-  engine->directed = true;
+  engine->set_directed(true);
   host.directs = Action::kKeep;
   EXPECT_FALSE(save(saved_bytes(1)).saved.moves);
   EXPECT_EQ(engine->ledger.kept().at("planned").tensors, 1);
   host.directs = Action::kSwap;
   EXPECT_TRUE(save(saved_bytes(1)).saved.moves);
   host.directs = std::nullopt;
-  engine->policy.action = Action::kKeep;
+  engine->set_policy({.min_bytes = 1, .action = Action::kKeep});
   EXPECT_FALSE(save(saved_bytes(1)).saved.moves) << "as the policy has it";
   EXPECT_EQ(engine->ledger.kept().at("policy").tensors, 1);
   EXPECT_EQ(host.asked, 3);
@@ -240,8 +240,8 @@ TEST_F(Engines, ThePlanOfAnIterationIsFollowedForAsLongAsItFits) {
   plan->places[2].releases = {0};
   plan->places[2].fetches = {0};
   plan->check();
-  engine->directed = true;
-  engine->iteration->plan = plan;
+  engine->set_directed(true);
+  engine->iteration()->plan = plan;
   std::vector<Handle> handles;
   for (uint8_t value = 1; value <= 3; ++value) {
     handles.push_back(save(saved_bytes(value)));
@@ -254,7 +254,7 @@ TEST_F(Engines, ThePlanOfAnIterationIsFollowedForAsLongAsItFits) {
   EXPECT_TRUE(demands(handles[2], 3));
   EXPECT_EQ(handles[0].entry()->state(), State::kReturning) << "it starts back as planned";
   EXPECT_TRUE(demands(handles[0], 1));
-  EXPECT_EQ(engine->iteration->peak_bytes, 3 * kSavedBytes);
+  EXPECT_EQ(engine->iteration()->peak_bytes, 3 * kSavedBytes);
   EXPECT_EQ(host.asked, 0);
   save(saved_bytes(4));
   EXPECT_EQ(host.asked, 1) << "the plan does not know it";
@@ -273,12 +273,12 @@ TEST_F(Engines, WhatBeginsSmallerThanPlannedIsAskedAbout) {
     }
     begin_iteration();
     scope.ordinal = -1;
-    engine->iteration->plan = plan;
+    engine->iteration()->plan = plan;
     host.asked = 0;
     const Handle first = save(saved_bytes(1)), second = save(saved_bytes(2));
     return host.asked;
   };
-  engine->directed = true;
+  engine->set_directed(true);
   host.directs = Action::kSwap;
   EXPECT_EQ(asked(0), 0) << "a later storage may be smaller";
   EXPECT_EQ(asked(1), 1);
@@ -296,7 +296,7 @@ TEST_F(Engines, AnEntryOutlivesTheEngineOfWhoeverMadeIt) {
 
 TEST_F(Engines, IterationsAreForgottenAfterAFew) {
   Handle handle = save(saved_bytes(1));
-  const std::weak_ptr<Iteration> first = engine->iteration;
+  const std::weak_ptr<Iteration> first = engine->iteration();
   demands(handle, 1);
   handle.saved = {};
   for (int times = 0; times < 30; ++times) {
@@ -316,7 +316,7 @@ TEST_F(Engines, ThreadsSaveAndDemandThroughOneEngine) {
       for (int times = 0; times < 50; ++times) {
         Handle handle = [&] {
           const Locked locked(engine->lock);  // as hooks do, whose lives Python serialises
-          if (engine->iteration->began_backward()) {
+          if (engine->iteration()->began_backward()) {
             begin_iteration();
           }
           return save(saved_bytes(number));

@@ -89,16 +89,21 @@ class Entries : public ::testing::Test {
 
 TEST_F(Entries, AStepThatIsNotLegalSaysWhoTriedWhatAndChangesNothing) {
   const at::Tensor tensor = full_of(1);
-  const EntryPtr entry = entry_of(tensor);
+  const EntryPtr entry = sent(tensor, sender);
+  const TicketPtr departure = entry->departure();
+  const AwayFormPtr away = entry->away();
   try {
-    entry->move(State::kReturning);
-    FAIL() << "a storage that is here came back";
+    entry->leave(sender.send(storage_of(tensor)).value());
+    FAIL() << "what is leaving was sent once more";
   } catch (const EntryStateError& error) {
     const std::string said = error.what();
     EXPECT_NE(said.find("100 bytes"), std::string::npos) << said;
-    EXPECT_NE(said.find("from resident to returning"), std::string::npos) << said;
+    EXPECT_NE(said.find("from leaving to leaving"), std::string::npos) << said;
   }
-  EXPECT_EQ(entry->state(), State::kResident);
+  EXPECT_EQ(entry->state(), State::kLeaving);
+  EXPECT_EQ(entry->departure(), departure);
+  EXPECT_EQ(entry->away(), away);
+  EXPECT_EQ(ledger.counters.moved_storages, 1);
   EXPECT_EQ(ledger.counters.resident_bytes, kStorageBytes);
 }
 
@@ -124,7 +129,7 @@ TEST_F(Entries, AStorageThatCameBackIsNotTakenForWhatHasItsOldAddress) {
   const EntryPtr entry = sent(tensor, sender);
   tensor.reset();
   EXPECT_FALSE(entry->lingers());
-  ++entry->handles;
+  entry->add_handle();
   const StorageRefPtr storage = entry->bring();
   entry->arrival()->wait();
   EXPECT_NE(storage->storage.unsafeGetStorageImpl(), view.storage_key());
@@ -144,8 +149,8 @@ TEST_F(Entries, ASendThatFailedGivesTheStorageBack) {
   EXPECT_EQ(departing.size(), 0u) << "it departs no more";
   EXPECT_EQ(entry->state(), State::kResident);
   EXPECT_EQ(entry->away(), nullptr);
-  ASSERT_NE(entry->storage, nullptr);
-  EXPECT_EQ(entry->storage->storage.unsafeGetStorageImpl(), look_at(tensor).storage_key());
+  ASSERT_NE(entry->storage(), nullptr);
+  EXPECT_EQ(entry->storage()->storage.unsafeGetStorageImpl(), look_at(tensor).storage_key());
   EXPECT_EQ(ledger.counters.away_bytes, 0);
   EXPECT_EQ(ledger.kept().at("pool").nbytes, kStorageBytes);
   ASSERT_EQ(told.size(), 1u);
@@ -159,7 +164,7 @@ TEST_F(Entries, TheLastHandleTakesTheEntryAlong) {
   for (int times = 0; times < 2; ++times) {
     handles.push_back(SavedTensor::moved(entry, look_at(tensor)));
   }
-  EXPECT_EQ(entry->handles, 2);
+  EXPECT_EQ(entry->handles(), 2);
   tensor.reset();
   const std::weak_ptr<Entry> alive = entry;
   EXPECT_TRUE(entry->fetch_ahead()) << "it is away, and has not been demanded";
@@ -251,7 +256,7 @@ TEST_F(Entries, EntriesDoNotNeedTheRowsThatTheyAreIn) {
     Departing departing;
     departing.add(entry.get());
   }
-  EXPECT_EQ(entry->place_in_list.list, nullptr);
+  EXPECT_EQ(entry->place_in_list().list, nullptr);
   entry.reset();
 }
 

@@ -53,7 +53,7 @@ class Iterations : public ::testing::Test {
     Places demand(size_t index) const {
       Places asked;
       for (const EntryPtr& entry : iteration->demand(index)) {
-        asked.push_back(entry->index);
+        asked.push_back(entry->index());
       }
       return asked;
     }
@@ -382,8 +382,8 @@ TEST_F(Iterations, AnEntryHasOnePlaceAndOnlyWhatWasAdmittedHasOne) {
   iteration->place(entry);
   iteration->admit(1, false, Iteration::kNoGroup);
   EXPECT_THROW(iteration->place(entry), std::invalid_argument) << "it has a place";
-  EXPECT_EQ(entry->iteration, iteration);
-  EXPECT_EQ(entry->index, 0u);
+  EXPECT_EQ(entry->iteration(), iteration);
+  EXPECT_EQ(entry->index(), 0u);
   EXPECT_EQ(iteration->entry(1), nullptr) << "a storage whose entry was never made has one";
   EXPECT_THROW(iteration->entry(2), std::out_of_range);
 }
@@ -403,7 +403,7 @@ TEST_F(Iterations, EntriesThatDieInOtherThreadsAreFoundByNobody) {
   for (size_t index = 0; index < 400; ++index) {
     const Locked locked(engine->lock);
     const EntryPtr found = made.iteration->entry(index);
-    EXPECT_TRUE(!found || found->index == index);
+    EXPECT_TRUE(!found || found->index() == index);
   }
   for (std::thread& thread : threads) {
     thread.join();

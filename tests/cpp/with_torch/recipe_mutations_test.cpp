@@ -225,9 +225,11 @@ constexpr int64_t kWideBytes = kRows * kRows * 4, kNarrowBytes = kRows * kRows *
 struct Recomputing {
   template <class RecipesHost>
   explicit Recomputing(std::type_identity<RecipesHost>) {
-    engine->policy = {.min_bytes = 1, .action = Action::kRecompute};
-    testing::Host& host =
-        testing::host_of(*engine, testing::transfers_by(std::make_shared<BlockSender>(lane, pool)));
+    const testing::HostedEngine hosted =
+        testing::hosted_engine(testing::transfers_by(std::make_shared<BlockSender>(lane, pool)));
+    engine = hosted.engine;
+    engine->set_policy({.min_bytes = 1, .action = Action::kRecompute});
+    testing::Host& host = hosted.host;
     host.proofs = 1;
     host.recipe_host = [](std::weak_ptr<Engine> of) { return std::make_unique<RecipesHost>(of); };
     host.open_recipes(*engine);
@@ -240,15 +242,15 @@ struct Recomputing {
         engine->save({.tensor = tensor, .view = view, .scope = scope, .number = number++});
     EXPECT_TRUE(saved.moves);
     auto entry = std::static_pointer_cast<Entry>(saved.known);
-    ++entry->handles;
+    entry->add_handle();
     return entry;
   }
 
   // A stream, the sum of it and an addend that is gone when the sum is saved, and a product.
   std::vector<EntryPtr> forward() {
-    engine->iteration = engine->timeline.begin();
-    engine->recipes->begin_iteration();
-    engine->recipes->log().enter();
+    engine->next_iteration();
+    engine->recipes()->begin_iteration();
+    engine->recipes()->log().enter();
     number = 0;
     std::vector<EntryPtr> saved;
     const at::Tensor stream = at::mm(leaf, leaf);
@@ -256,7 +258,7 @@ struct Recomputing {
     const at::Tensor sum = at::add(stream, at::mm(leaf, leaf).to(at::kBFloat16).cumsum(0));
     saved.push_back(save(sum));
     saved.push_back(save(at::mm(sum, sum)));
-    engine->recipes->log().leave();
+    engine->recipes()->log().leave();
     return saved;
   }
 
@@ -277,8 +279,8 @@ struct Recomputing {
   std::pair<int64_t, int64_t> run_bytes() {
     away_bytes();
     const std::vector<EntryPtr> saved = forward();
-    for (size_t index = 0; index < engine->iteration->size(); ++index) {
-      while (!engine->iteration->entry(index)->gone(/*wait=*/true)) {
+    for (size_t index = 0; index < engine->iteration()->size(); ++index) {
+      while (!engine->iteration()->entry(index)->gone(/*wait=*/true)) {
         std::this_thread::yield();  // the lane still holds what it has sent
       }
     }
@@ -294,7 +296,7 @@ struct Recomputing {
       std::make_shared<BudgetedSlabs>(std::make_shared<OrdinarySlabs>(), kBudget),
       PoolOptions{.slab_bytes = kBudget, .alignment = 512});
   const std::shared_ptr<WorkerLane> lane = std::make_shared<WorkerLane>(2, kBudget);
-  const EnginePtr engine = std::make_shared<Engine>(/*prefetch_bytes=*/0);
+  EnginePtr engine;
   const at::Tensor leaf = at::randn({kRows, kRows}).requires_grad_();
   HookScope scope{.unit = "unit", .covered = true};
   int64_t number = 0;

@@ -64,19 +64,19 @@ class TestLane : public Lane {
 class Records : public ::testing::Test {
  protected:
   // Engines whose storages leave by a lane, and whose iterations are taken down.
-  void direct(std::shared_ptr<Lane> lane) {
+  void direct(std::shared_ptr<Lane> lane, int64_t prefetch_bytes = 0) {
     sender = std::make_shared<BlockSender>(std::move(lane), pool);
-    testing::host_of(*engine, testing::transfers_by(sender));
-    engine->policy.min_bytes = 1;
-    engine->directed = true;
+    engine = testing::hosted_engine(testing::transfers_by(sender), prefetch_bytes).engine;
+    engine->set_policy({.min_bytes = 1});
+    engine->set_directed(true);
     begin_iteration();
   }
 
   void begin_iteration() {
     const Locked locked(engine->lock);
-    engine->iteration = engine->timeline.begin();
+    engine->next_iteration();
     recorder = std::make_shared<Recorder>(Clock(c10::Device(c10::kCPU)));
-    engine->iteration->recorder = recorder;
+    engine->iteration()->recorder = recorder;
     ordinal = -1;
   }
 
@@ -86,7 +86,7 @@ class Records : public ::testing::Test {
     const SavedView view = *SavedView::capture(tensor);
     recorder->choose({"unit", ++ordinal, tensor.numel(), tensor.scalar_type(),  //
                       PlannedAction::kSwap});
-    engine->iteration->admit(tensor.numel(), false, Iteration::kNoGroup);
+    engine->iteration()->admit(tensor.numel(), false, Iteration::kNoGroup);
     if (fails) {
       return nullptr;
     }
@@ -94,14 +94,14 @@ class Records : public ::testing::Test {
     const EntryPtr entry = engine->make_entry(view, *storage);
     engine->depart(*entry, sender->send(storage).value());
     storage.reset();  // its ticket's share is the last one
-    ++entry->handles;
+    entry->add_handle();
     engine->after_save(entry);
     return entry;
   }
 
   std::optional<IterationRecord> taken() {
     const Locked locked(engine->lock);
-    engine->iteration->recorder = nullptr;
+    engine->iteration()->recorder = nullptr;
     recorder->close();
     return recorder->take();
   }
@@ -111,7 +111,7 @@ class Records : public ::testing::Test {
       PoolOptions{.slab_bytes = kBudget, .alignment = 512});
   std::shared_ptr<TestLane> lane = std::make_shared<TestLane>();
   std::shared_ptr<BlockSender> sender;
-  EnginePtr engine = std::make_shared<Engine>(/*prefetch_bytes=*/0);
+  EnginePtr engine;
   std::shared_ptr<Recorder> recorder;
   int64_t ordinal = -1;
 };
@@ -228,7 +228,7 @@ TEST_F(Records, ARegionIsKnownByWhatItIsCalledWith) {
   const std::vector<at::Tensor> inputs{saved, later, never, small, saved};
   {
     const Locked locked(engine->lock);
-    recorder->region("region", inputs, *engine->iteration, /*least_bytes=*/100);
+    recorder->region("region", inputs, *engine->iteration(), /*least_bytes=*/100);
   }
   entries.push_back(save(later));
   const IterationRecord record = *taken();
@@ -248,7 +248,7 @@ TEST_F(Records, UnderAPlanAnIterationIsTakenDownToo) {
                             .dtype = c10::ScalarType::Byte,
                             .action = place == 0 ? Action::kSwap : Action::kKeep});
   }
-  engine->iteration->plan = plan;
+  engine->iteration()->plan = plan;
   std::vector<KnownPtr> entries;
   HookScope scope{.unit = "unit", .covered = true};
   for (int64_t place = 0; place < 2; ++place) {
@@ -271,9 +271,9 @@ TEST_F(Records, ABackwardOfAnotherForwardThanPlannedFollowsNoPlan) {
   const EntryPtr entry = save(bytes());
   auto plan = std::make_shared<Plan>(Plan{.device = c10::Device(c10::kCPU)});
   plan->places.resize(2);
-  engine->iteration->plan = plan;
+  engine->iteration()->plan = plan;
   engine->demand(entry);
-  EXPECT_EQ(engine->iteration->plan, nullptr);
+  EXPECT_EQ(engine->iteration()->plan, nullptr);
 }
 
 // Threads demand while others save: the marks are those of one iteration after another.
@@ -393,14 +393,13 @@ class SlowDisk final : public TestLane {
 // hide as much of what an operator takes meanwhile.
 TEST_F(Records, WhatIsOnItsWayBackHidesNothingOfWhatOperatorsTake) {
   constexpr int64_t kLong = 16 << 20, kSlack = 4 << 20;
-  engine = std::make_shared<Engine>(/*prefetch_bytes=*/2 * kLong);
   pool = std::make_shared<Pool>(std::make_shared<OrdinarySlabs>(), PoolOptions{});
-  direct(std::make_shared<SlowDisk>());
+  direct(std::make_shared<SlowDisk>(), /*prefetch_bytes=*/2 * kLong);
   const std::shared_ptr<MemoryGauge> gauge = MemoryGauge::of(c10::Device(c10::kCPU));
   const int64_t before = gauge->now();
   const auto workspace =
       std::make_shared<Workspace>(gauge, std::vector<at::Tensor>{}, 1, 0, before);
-  workspace->watch(engine->iteration);
+  workspace->watch(engine->iteration());
   recorder->workspace = workspace;
   const EntryPtr first = save(at::ones({kLong}, at::kByte));
   const EntryPtr last = save(at::ones({kLong}, at::kByte));

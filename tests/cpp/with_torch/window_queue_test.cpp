@@ -70,7 +70,7 @@ class WindowQueues : public ::testing::Test {
   EntryPtr entry(int64_t megabytes) {
     const at::Tensor tensor = at::empty({megabytes * kMb}, at::kByte);
     const SavedView view = *SavedView::capture(tensor);
-    engine->iteration->admit(megabytes * kMb, true, Iteration::kNoGroup);
+    engine->iteration()->admit(megabytes * kMb, true, Iteration::kNoGroup);
     return engine->make_entry(view, StorageRef(tensor.storage()));
   }
 
@@ -176,7 +176,7 @@ TEST_F(WindowQueues, AnEncodeStartsOnlyOnTheStreamOfItsTensor) {
 
 TEST_F(WindowQueues, NothingStartsOnceItsBackwardHasBegun) {
   defer("a", 1);
-  engine->iteration->demand(0);
+  engine->iteration()->demand(0);
   queue.begin_backward();
   EXPECT_EQ(open(5), Log{});
   EXPECT_EQ(queue.counts.kept_storages, 1);
@@ -298,7 +298,7 @@ TEST_F(WindowQueues, WhatCameBackByItselfCostsNoTime) {
 TEST_F(WindowQueues, WhatWasDemandedBeforeItsWindowIsNotBroughtBackAgain) {
   const auto soon = wanted({1, 2});
   queue.want(soon, 100 * kMb);
-  engine->iteration->demand(soon[0]->index);
+  engine->iteration()->demand(soon[0]->index());
   EXPECT_EQ(open(5), Log{"fetch 2"});
 }
 

@@ -48,12 +48,12 @@ class Host final : public EngineHost {
     ++opened;
     return transfers;
   }
-  void begin_iteration(Engine& engine) override { engine.iteration = engine.timeline.begin(); }
+  void begin_iteration(Engine& engine) override { engine.next_iteration(); }
   void open_recipes(Engine& engine) override {
-    if (!engine.recipes) {
-      engine.recipes =
-          std::make_shared<Recipes>(OperatorRules(), recipe_host(engine.weak_from_this()),
-                                    Recipes::Options{.proofs = proofs});
+    if (!engine.recipes()) {
+      engine.set_recipes(std::make_shared<Recipes>(OperatorRules(),
+                                                   recipe_host(engine.weak_from_this()),
+                                                   Recipes::Options{.proofs = proofs}));
     }
   }
 
@@ -65,12 +65,17 @@ class Host final : public EngineHost {
   int proofs = 0;
 };
 
-// Gives an engine its host.
-inline Host& host_of(Engine& engine, TransfersPtr transfers) {
-  auto host = std::make_unique<Host>(std::move(transfers));
-  Host& made = *host;
-  engine.host = std::move(host);
-  return made;
+// An engine whose storages leave by `transfers`, and the host that it owns.
+struct HostedEngine {
+  EnginePtr engine;
+  Host& host;
+};
+
+inline HostedEngine hosted_engine(TransfersPtr transfers, int64_t prefetch_bytes = 0,
+                                  Schedule schedule = Schedule::kIterations) {
+  auto owned = std::make_unique<Host>(std::move(transfers));
+  Host& host = *owned;
+  return {std::make_shared<Engine>(prefetch_bytes, schedule, std::move(owned)), host};
 }
 
 }  // namespace memswap::testing

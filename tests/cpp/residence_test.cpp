@@ -1,11 +1,11 @@
 // One storage on the books: which steps are legal, and what each of them counts.
+#include "engine/residence.h"
+
 #include <gtest/gtest.h>
 
 #include <memory>
 #include <set>
 #include <utility>
-
-#include "engine/entry.h"
 
 namespace memswap {
 namespace {
