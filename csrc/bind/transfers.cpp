@@ -77,7 +77,7 @@ void bind_transfers(py::module_& module) {
                        Action action, Action without_recipe, std::function<bool()> captures) {
              return std::make_shared<Transfers>(
                  device, std::move(expectations), std::make_unique<PythonOpener>(opener),
-                 Transfers::Policy{action, without_recipe, std::move(captures)});
+                 Transfers::Traits{action, without_recipe, std::move(captures)});
            }),
            "device"_a, "expectations"_a.none(false), "opener"_a, "action"_a, "without_recipe"_a,
            "captures"_a)

@@ -59,7 +59,7 @@ struct LostBytes : TransferError {
 // A policy as data.
 struct PolicyTable {
   int64_t min_bytes = 0;         // storages of fewer stay
-  std::optional<Action> action;  // nothing: what suits the device (Transfers::Policy)
+  std::optional<Action> action;  // nothing: what suits the device (Transfers::Traits)
   bool asks = false;             // a function of the user's says instead (EngineHost::decide)
   bool recipes = true;           // whether what suits a device may be to recompute
 };

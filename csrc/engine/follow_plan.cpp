@@ -128,7 +128,7 @@ std::optional<SaveResult> Engine::follow_plan(const Offer& offer, FoundRecipe& r
     return std::nullopt;
   }
   const TransfersPtr& by = transfers_from(plan->device);
-  if (!by || (by->policy.captures && by->policy.captures())) {
+  if (!by || by->captures()) {
     return std::nullopt;
   }
   departing.notice_some();

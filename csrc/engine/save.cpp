@@ -157,11 +157,11 @@ const TransfersPtr& Engine::transfers_from(c10::Device device) {
 
 // The action of a policy that names none: the one that suits the device.
 Action Engine::default_action(const Transfers& by) {
-  if (by.policy.action != Action::kRecompute) {
-    return by.policy.action;
+  if (by.traits.action != Action::kRecompute) {
+    return by.traits.action;
   }
   if (!policy_.recipes) {
-    return by.policy.without_recipe;
+    return by.traits.without_recipe;
   }
   host_->open_recipes(*this);
   return Action::kRecompute;
@@ -183,7 +183,7 @@ SaveResult Engine::decide(const Offer& offer, FoundRecipe recipe) {
   if (!by) {
     return keep(offer.view, reasons::kHostMemory);  // none of the device's bytes
   }
-  if (by->policy.captures && by->policy.captures()) {
+  if (by->captures()) {
     return keep(offer.view, reasons::kStreamCapture);
   }
   if (iteration_->began_backward()) {
@@ -201,7 +201,7 @@ SaveResult Engine::decide(const Offer& offer, FoundRecipe recipe) {
   const bool may_learn =
       recipes_ && (wanted == Action::kRecompute || (!policy_.action && !policy_.asks));
   if (wanted == Action::kRecompute) {
-    wanted = by->policy.without_recipe;
+    wanted = by->traits.without_recipe;
   }
   // The sources that a recipe saves come before its result, and have the places before it.
   if (may_learn && iteration_->learns_recipes && plans_sources_) {
@@ -218,7 +218,7 @@ SaveResult Engine::decide(const Offer& offer, FoundRecipe recipe) {
 SaveResult Engine::admit(const Offer& offer, const TransfersPtr& by, Decision decision) {
   const auto nbytes = static_cast<int64_t>(offer.view.storage_nbytes());
   const bool recomputes = decision.action == Action::kRecompute;
-  const Action action = recomputes ? by->policy.without_recipe : decision.action;
+  const Action action = recomputes ? by->traits.without_recipe : decision.action;
   Reason why = iteration_->admit(nbytes, action == Action::kEncode,
                                  offer.scope.group.value_or(Iteration::kNoGroup));
   if (action == Action::kKeep) {

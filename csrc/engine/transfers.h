@@ -55,8 +55,8 @@ class Transfers {
     virtual void begin(int64_t leaving_bytes, int64_t nbytes) = 0;
   };
 
-  // The actions that suit the device.
-  struct Policy {
+  // What suits the device.
+  struct Traits {
     Action action = Action::kSwap;          // where nobody names one
     Action without_recipe = Action::kSwap;  // of what was to be recomputed, and has no recipe
     // Whether the current stream captures a graph now, so that nothing may leave; empty: none ever
@@ -65,10 +65,10 @@ class Transfers {
   };
 
   Transfers(c10::Device device, ExpectationsPtr expectations, std::unique_ptr<Opener> opener,
-            Policy policy)
+            Traits traits)
       : device(device),
         expectations(std::move(expectations)),
-        policy(std::move(policy)),
+        traits(std::move(traits)),
         opener_(std::move(opener)) {}
   Transfers(const Transfers&) = delete;
   Transfers& operator=(const Transfers&) = delete;
@@ -135,10 +135,12 @@ class Transfers {
 
   // Whether the device works while the thread that asks goes on.
   bool works_ahead() const { return !device.is_cpu(); }
+  // Whether nothing may leave now, as the current stream captures a graph.
+  bool captures() const { return traits.captures && traits.captures(); }
 
   const c10::Device device;
   const ExpectationsPtr expectations;
-  const Policy policy;
+  const Traits traits;
 
  private:
   // An encode whose report has not been taken in.

@@ -72,7 +72,7 @@ class SentBy : public ::testing::Test {
     return std::make_unique<Transfers>(
         kCpu, std::move(expectations),
         std::make_unique<Given>(std::make_shared<BlockSender>(lane, pool), std::move(frames)),
-        Transfers::Policy{});
+        Transfers::Traits{});
   }
   std::unique_ptr<Transfers> by_codec() {
     return by(std::make_shared<WorkerCodecLane>(0, new_pool(), nullptr),

@@ -24,11 +24,11 @@ class OneSender final : public Transfers::Opener {
 };
 
 inline TransfersPtr transfers_by(std::shared_ptr<BlockSender> sender,
-                                 Transfers::Policy policy = {}) {
+                                 Transfers::Traits traits = {}) {
   return std::make_shared<Transfers>(
       c10::Device(c10::kCPU),
       std::make_shared<Expectations>(Expectations::Device{.worst_case = true}, ExpectationLimits{}),
-      std::make_unique<OneSender>(std::move(sender)), std::move(policy));
+      std::make_unique<OneSender>(std::move(sender)), std::move(traits));
 }
 
 // Answers as a test says, and counts how often it was asked.
