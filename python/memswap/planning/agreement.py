@@ -17,30 +17,29 @@ from __future__ import annotations
 import pickle
 import time
 from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
 from math import inf
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar
 
 import torch.distributed as dist
 
 from memswap.engine.action import Action
-from memswap.planning.holding import Sample
+from memswap.planning.rates import Rates
+from memswap.planning.step import SavedStorage
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
+    from _typeshed import DataclassInstance
     from torch.distributed import ProcessGroup
 
     from memswap.planning.background import Job
     from memswap.planning.device import DeviceTerms
-    from memswap.planning.rates import Rates
-    from memswap.planning.step import Recipe, SavedStorage, Step
+    from memswap.planning.holding import Sample
+    from memswap.planning.step import Recipe, Step
 
 
 AnyT = TypeVar("AnyT")
-
-#: Of a machine's rates, those of which more is worse.
-COSTS = ("copy_latency_s", "codec_latency_s", "copy_share")
+DataT = TypeVar("DataT", bound="DataclassInstance")
 
 #: Forwards that a rank may begin while ranks agree when to follow a plan.
 MARGIN = 4
@@ -174,6 +173,67 @@ class Ranks:
         return pickle.loads(self._store.get(key))
 
 
+# --- what ranks have, as one ----------------------------------------------------------------------
+
+#: From what each rank has to what all of them go by.
+Reduction: TypeAlias = Callable[[Sequence[Any]], Any]
+
+
+def merged(found: Sequence[DataT], reductions: Mapping[str, Reduction]) -> DataT:
+    """What ranks have, as one: the first rank's, with the fields that are named reduced."""
+    values = {
+        name: reduction([getattr(one, name) for one in found])
+        for name, reduction in reductions.items()
+    }
+    return replace(found[0], **values)
+
+
+def if_known_by_all(reduction: Reduction) -> Reduction:
+    """The same; None where one of the ranks has None."""
+    return lambda found: None if any(one is None for one in found) else reduction(found)
+
+
+def place_by_place(reduction: Reduction) -> Reduction:
+    """The same of rows, for each place in them."""
+    return lambda rows: tuple(map(reduction, zip(*rows, strict=True)))
+
+
+def longest_frame(nbytes: Sequence[int]) -> int:
+    """The longest that any rank saw; 0 if one of them saw none."""
+    return max(nbytes) if all(nbytes) else 0
+
+
+def recipe_of_all(recipes: Sequence[Recipe]) -> Recipe | None:
+    """What every rank has proven, with the longest time of any; None where they are not one."""
+    alike = len({(one.words, one.sources) for one in recipes}) == 1
+    return merged(recipes, OF_RECIPES) if alike else None
+
+
+#: The slowest of all ranks: how each field that was measured becomes one. In all others the ranks
+#: whose steps are `alike` agree.
+OF_RATES: Mapping[str, Reduction] = {
+    **{field.name: min for field in fields(Rates) if field.type == "float"},
+    **dict.fromkeys(("copy_latency_s", "codec_latency_s", "copy_share"), max),  # more is worse
+}
+OF_SAMPLES: Mapping[str, Reduction] = {"total_s": max, "cost_s": max}
+OF_RECIPES: Mapping[str, Reduction] = {"seconds": max, "made_nbytes": max}
+OF_STATES: Mapping[str, Reduction] = {
+    "sizes": place_by_place(max),
+    "step_state_bytes": min,
+    "forwards": min,
+    "coded": any,
+}
+OF_STORAGES: Mapping[str, Reduction] = {
+    "frame_nbytes": longest_frame,
+    "held_frame_nbytes": longest_frame,
+    "overflow_nbytes": max,
+    "held_until": if_known_by_all(max),  # None is the end of the step, and the latest of all marks
+    "last_demand": if_known_by_all(max),
+    "kept_until": if_known_by_all(max),
+    "recipe": if_known_by_all(recipe_of_all),
+}
+
+
 def agreed(gathered: list[Basis]) -> Basis:
     """What the slowest of all ranks would plan by.
 
@@ -185,20 +245,19 @@ def agreed(gathered: list[Basis]) -> Basis:
         Of a plain or planned iteration, what the slowest rank took.
     """
     rates = [one.rates for one in gathered if one.rates is not None]
+    slowest = if_known_by_all(lambda samples: merged(samples, OF_SAMPLES))
     found = Basis(
         None,
-        slowest(rates) if rates else None,
+        merged(rates, OF_RATES) if rates else None,
         min(one.room_bytes for one in gathered),
         max(one.flights for one in gathered),
         again=any(one.again for one in gathered),
-        sample=agreed_sample([one.sample for one in gathered]),
-        free_bytes=agreed_room([one.free_bytes for one in gathered]),
+        sample=slowest([one.sample for one in gathered]),
+        free_bytes=if_known_by_all(min)([one.free_bytes for one in gathered]),
     )
     steps = [one.step for one in gathered if one.step is not None]
     if len(steps) < len(gathered) or any(not alike(one, steps[0]) for one in steps):
         return found
-    gaps = [max(gaps) for gaps in zip(*(one.gaps_s for one in steps), strict=True)]
-    storages = tuple(map(agreed_storage, zip(*(one.storages for one in steps), strict=True)))
     devices = [one.device for one in gathered if one.device is not None]
     if 0 < len(devices) < len(gathered):
         return found  # some have another kind of budget
@@ -209,19 +268,18 @@ def agreed(gathered: list[Basis]) -> Basis:
             tuple(max(nbytes - beyond(own, terms), 0) for nbytes in one)
             for own, one in zip(devices, extra, strict=True)
         ]
-    gradients = [one.gradient_nbytes for one in gathered]
     windows = [one.windows_s for one in steps]
+    most, storages = place_by_place(max), zip(*(one.storages for one in steps), strict=True)
     step = replace(
         steps[0],
-        storages=storages,
-        gaps_s=tuple(gaps),
+        storages=tuple(merged(saved, OF_STORAGES) for saved in storages),
+        gaps_s=most([one.gaps_s for one in steps]),
         tail_s=max(one.tail_s for one in steps),
-        extra_nbytes=tuple(map(max, zip(*extra, strict=True))),
-        windows_s=tuple(map(min, zip(*windows, strict=True))) if all(windows) else (),
+        extra_nbytes=most(extra),
+        windows_s=place_by_place(min)(windows) if all(windows) else (),
     )
-    return found._replace(
-        step=step, device=terms, gradient_nbytes=tuple(map(max, zip(*gradients, strict=True)))
-    )
+    gradients = most([one.gradient_nbytes for one in gathered])
+    return found._replace(step=step, device=terms, gradient_nbytes=gradients)
 
 
 def beyond(own: DeviceTerms, terms: DeviceTerms) -> int:
@@ -243,19 +301,15 @@ def agreed_terms(devices: list[DeviceTerms]) -> DeviceTerms:
     states = [one.state for one in devices if one.state is not None]
     state = None
     if len(states) == len(devices) and len({len(one.sizes) for one in states}) == 1:
-        most = [one.most_bytes for one in states if one.most_bytes is not None]
         peaks = [
             one.step_peak_bytes - beyond(own, smallest)
             for own, one in zip(devices, states, strict=True)
         ]
+        most = [one.most_bytes for one in states if one.most_bytes is not None]
         state = replace(
-            states[0],
-            sizes=tuple(map(max, zip(*(one.sizes for one in states), strict=True))),
+            merged(states, OF_STATES),
             step_peak_bytes=max(0, *peaks),
-            step_state_bytes=min(one.step_state_bytes for one in states),
-            forwards=min(one.forwards for one in states),
             most_bytes=min(most, default=None),
-            coded=any(one.coded for one in states),
         )
     return replace(
         smallest,
@@ -268,87 +322,16 @@ def agreed_terms(devices: list[DeviceTerms]) -> DeviceTerms:
 def alike(one: Step, other: Step) -> bool:
     """Whether two steps differ in nothing but what was measured: times, frames, and how long
     storages were there, which goes by when a worker thread let go of them."""
+    given = [field.name for field in fields(SavedStorage) if field.name not in OF_STORAGES]
 
     def essence(step: Step) -> tuple[Any, ...]:
         storages = [
-            replace(
-                saved,
-                frame_nbytes=0,
-                held_frame_nbytes=0,
-                overflow_nbytes=0,
-                held_until=None,
-                last_demand=None,
-                kept_until=None,
-                actions=tuple(one for one in saved.actions if one is not Action.RECOMPUTE),
-                recipe=None,
-            )
+            {
+                **{name: getattr(saved, name) for name in given},
+                "actions": [one for one in saved.actions if one is not Action.RECOMPUTE],
+            }
             for saved in step.storages
         ]
         return storages, step.order, step.regions
 
     return essence(one) == essence(other)
-
-
-def agreed_storage(saved: tuple[SavedStorage, ...]) -> SavedStorage:
-    """One storage of steps that are alike: the longest frame and the latest marks of any rank."""
-    return replace(
-        saved[0],
-        frame_nbytes=agreed_frame([one.frame_nbytes for one in saved]),
-        held_frame_nbytes=agreed_frame([one.held_frame_nbytes for one in saved]),
-        overflow_nbytes=max(one.overflow_nbytes for one in saved),
-        held_until=latest([one.held_until for one in saved]),
-        last_demand=latest([one.last_demand for one in saved]),
-        kept_until=latest([one.kept_until for one in saved]),
-        recipe=agreed_recipe([one.recipe for one in saved]),
-    )
-
-
-def agreed_recipe(recipes: list[Recipe | None]) -> Recipe | None:
-    """What every rank has proven, with the longest time of any; None where one has not."""
-    known = known_by_all(recipes)
-    if len({(one.words, one.sources) for one in known}) != 1:
-        return None
-    return replace(
-        known[0],
-        seconds=max(one.seconds for one in known),
-        made_nbytes=max(one.made_nbytes for one in known),
-    )
-
-
-def known_by_all(found: Sequence[AnyT | None]) -> list[AnyT]:
-    """What was found, if everyone has found something; else nothing."""
-    known = [one for one in found if one is not None]
-    return known if len(known) == len(found) else []
-
-
-def agreed_sample(samples: list[Sample | None]) -> Sample | None:
-    """What the slowest rank took; None if one of them does not know."""
-    known = known_by_all(samples)
-    if not known:
-        return None
-    return Sample(max(one.total_s for one in known), max(one.cost_s for one in known))
-
-
-def agreed_room(free_bytes: list[float | None]) -> float | None:
-    """What every rank has; None if one of them does not know."""
-    return min(known_by_all(free_bytes), default=None)
-
-
-def agreed_frame(nbytes: list[int]) -> int:
-    """The longest frame that any rank saw; 0 if one of them saw none."""
-    return max(nbytes) if all(nbytes) else 0
-
-
-def latest(marks: list[int | None]) -> int | None:
-    """The latest of some marks. None is the end of the step, and the latest of all."""
-    return max(known_by_all(marks), default=None)
-
-
-def slowest(rates: list[Rates]) -> Rates:
-    """The lowest of each rate, and the highest of what copies take besides."""
-    values: dict[str, Any] = {}
-    for field in fields(rates[0]):
-        found = [getattr(one, field.name) for one in rates]
-        if field.type == "float":
-            values[field.name] = (max if field.name in COSTS else min)(found)
-    return replace(rates[0], **values)
