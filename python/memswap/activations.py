@@ -260,13 +260,9 @@ class Manager(Managed):
 
         As the last line of a notebook's cell it is shown as HTML.
         """
-        made = super().report()
-        for line in reversed(self._describe_budget()):
-            made = made.below(line)
-        if self._compiled:
-            made = made.below(self._compiled)
-        made = made.below(self._description)
-        return made if self._optimizer is None else made.below(self._optimizer.report())
+        optimizer = "" if self._optimizer is None else self._optimizer.report()
+        said = (optimizer, self._description, self._compiled, *self._describe_budget())
+        return super().report().below(*filter(None, said))
 
     def _describe_budget(self) -> list[str]:
         """What came of the budget, in a few lines; none without one."""

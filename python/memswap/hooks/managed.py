@@ -77,9 +77,7 @@ class Counted:
         else:
             made = report({name: engine.stats() for name, engine in self._engines.items()})
         lines = [line for one in self._engines.values() for line in one.describe_pools()]
-        for line in reversed(list(dict.fromkeys(lines))):
-            made = made.below(line)
-        return made
+        return made.below(*dict.fromkeys(lines))
 
     def line(self) -> str:
         """What was done so far in one line, for a progress bar: ``bar.set_postfix_str(...)``."""
@@ -209,9 +207,9 @@ class Report(str):
     def __reduce__(self) -> tuple[Any, ...]:
         return Report, (self._above, self._rows)
 
-    def below(self, line: str) -> Report:
-        """The same report under one more line."""
-        return Report((line, *self._above), self._rows)
+    def below(self, *lines: str) -> Report:
+        """The same report under more lines."""
+        return Report((*lines, *self._above), self._rows)
 
     def _repr_html_(self) -> str:
         """The table as notebooks show it; a label that begins with blanks is part of another."""

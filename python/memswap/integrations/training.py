@@ -15,6 +15,7 @@ import logging
 import sys
 import threading
 from collections.abc import Iterable, Sequence
+from traceback import walk_stack
 from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import ref
 
@@ -191,10 +192,7 @@ class ManagedTraining(Removable):
             logger.info("%s", report)
 
     def _reported(self, manager: Manager) -> Report:
-        report = manager.report()
-        for line in self._states.report():
-            report = report.below(line)
-        return report
+        return manager.report().below(*reversed(self._states.report()))
 
     def metrics(self) -> dict[str, float]:
         """What was done since the training began, for its log: MiB, and seconds.
@@ -246,13 +244,8 @@ class _Loop:
     @classmethod
     def running(cls, is_loop: Callable[[FrameType], bool], token: object) -> _Loop | None:
         """The outermost call on this thread's stack that is one."""
-        found: FrameType | None = None
-        frame: FrameType | None = sys._getframe(1)
-        while frame is not None:
-            if is_loop(frame):
-                found = frame
-            frame = frame.f_back
-        return None if found is None else cls(found, token)
+        found = [frame for frame, _ in walk_stack(sys._getframe(1)) if is_loop(frame)]
+        return cls(found[-1], token) if found else None
 
     def is_that(self, other: _Loop) -> bool:
         """Whether the other one is the same call."""
@@ -262,12 +255,8 @@ class _Loop:
         """Whether it is on the stack; other threads cannot tell, and are told that it is."""
         if threading.get_ident() != self._thread:
             return True
-        frame: FrameType | None = sys._getframe(1)
-        while frame is not None:
-            if (id(frame), frame.f_code) == self._name:
-                return True
-            frame = frame.f_back
-        return False
+        stack = walk_stack(sys._getframe(1))
+        return any((id(frame), frame.f_code) == self._name for frame, _ in stack)
 
 
 class _Guard:
