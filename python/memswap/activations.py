@@ -50,7 +50,6 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.optim import Optimizer
 
-    from memswap.engine.action import Decider
     from memswap.engine.transfers import Pool
     from memswap.planning.plan import Plan
     from memswap.planning.step import Step
@@ -116,7 +115,7 @@ class Manager(Managed):
     def __init__(
         self,
         blocks: Blocks,
-        policy: Decider,
+        policy: Policy,
         pool: Pool | None,
         prefetch_bytes: int | None,
         budget: int | str | None = None,
@@ -133,7 +132,6 @@ class Manager(Managed):
         self._budget = budget
         self._director: BudgetDirector | None = None
         if budget is not None:
-            assert isinstance(policy, Policy)  # manage() has seen to it
             account = None if device is None else device.account
             self._director = self._engine.director = BudgetDirector(
                 self._engine, policy, pool, budget, rates, group, self._units, account

@@ -28,7 +28,6 @@ import torch
 
 from memswap._native import native
 from memswap.engine import batch as engine_batch
-from memswap.engine.action import Decider
 from memswap.engine.batch import Batch
 from memswap.engine.engine import Engine, Schedule
 from memswap.engine.handle import Handle, unpack
@@ -59,15 +58,9 @@ class Groups(Uncopied, Counted):
 
     def __init__(self, policy: Policy | None = None, *, pool: Pool | None = None) -> None:
         check_pool(pool)
-        super().__init__({"": engine_of_groups(checked_policy(policy), pool)})
-
-    @classmethod
-    def of(cls, decider: Decider, pool: Pool | None) -> Groups:
-        """Groups whose decisions somebody else makes: for who builds on groups inside memswap."""
-        check_pool(pool)
-        groups = cls.__new__(cls)
-        Counted.__init__(groups, {"": engine_of_groups(decider, pool)})
-        return groups
+        engine = Engine(checked_policy(policy), pool, prefetch_bytes=0, schedule=Schedule.BATCHES)
+        engine.set_batch_limits((engine_batch.SMALL_BYTES, engine_batch.BUCKET_BYTES))
+        super().__init__({"": engine})
 
     @property
     def engine(self) -> Engine:
@@ -96,13 +89,6 @@ class Groups(Uncopied, Counted):
     def settle(self) -> None:
         """Order everything after the transfers under way, and drop the storages they hold."""
         self.engine.settle()
-
-
-def engine_of_groups(decider: Decider, pool: Pool | None) -> Engine:
-    """An engine for any number of groups. A storage of two of them moves once."""
-    engine = Engine(decider, pool, prefetch_bytes=0, schedule=Schedule.BATCHES)
-    engine.set_batch_limits((engine_batch.SMALL_BYTES, engine_batch.BUCKET_BYTES))
-    return engine
 
 
 class Added:

@@ -7,7 +7,7 @@ import inspect
 import re
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from fnmatch import fnmatchcase
 from typing import Any, ParamSpec, TypeVar
 
@@ -134,38 +134,21 @@ class Policy:
         return checked(self.fn(tensor, info), "Policy(fn=...) returned")
 
 
-@dataclass(frozen=True, slots=True)
-class Restricted:
-    """A policy for those tensors alone that pass a test: a decider for an engine."""
+class Restricted(Policy):
+    """A policy for those tensors alone that pass a test; the others stay."""
 
-    policy: Policy
-    allows: Callable[[torch.Tensor, TensorInfo], bool]
+    __slots__ = ()
 
-    @property
-    def action(self) -> Action | None:
-        return self.policy.action
+    def __init__(self, policy: Policy, allows: Callable[[torch.Tensor, TensorInfo], bool]) -> None:
+        def decide(tensor: torch.Tensor, info: TensorInfo) -> Any:
+            return policy.decide(tensor, info) if allows(tensor, info) else Action.KEEP
 
-    @property
-    def min_bytes(self) -> int:
-        return self.policy.min_bytes
-
-    @property
-    def operators(self) -> tuple[str, ...]:
-        return self.policy.operators
-
-    @property
-    def recipes(self) -> bool:
-        return self.policy.recipes
-
-    @property
-    def fn(self) -> Callable[[torch.Tensor, TensorInfo], Any]:
-        return self.decide
-
-    def covers(self, unit: str) -> bool:
-        return self.policy.covers(unit)
+        values = {one.name: getattr(policy, one.name) for one in fields(Policy)}
+        super().__init__(**{**values, "fn": decide})
 
     def decide(self, tensor: torch.Tensor, info: TensorInfo) -> Action | None:
-        return self.policy.decide(tensor, info) if self.allows(tensor, info) else Action.KEEP
+        assert self.fn is not None
+        return self.fn(tensor, info)  # the policy's answer, which it has checked
 
 
 def checked_patterns(patterns: object, name: str) -> tuple[str, ...]:

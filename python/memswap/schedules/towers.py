@@ -28,7 +28,6 @@ from memswap.schedules.scheduled import Schedule, ScheduledModules
 if TYPE_CHECKING:
     from types import FrameType
 
-    from memswap.engine.action import Decider
     from memswap.engine.transfers import Pool, Transfers
 
 Check = Callable[[torch.Tensor], bool]
@@ -108,7 +107,7 @@ class Tower(Counted):
     def __init__(
         self,
         units: Mapping[str, nn.Module],
-        policy: Decider,
+        policy: Policy,
         pool: Pool | None,
         prefetch: bool,
         inputs: _Inputs | None,

@@ -107,7 +107,7 @@ class SwapManager:
     def shared(self) -> Groups:
         """What moves the groups."""
         if self._shared is None:
-            self._shared = Groups.of(Restricted(self._policy, self._allows), self._pool)
+            self._shared = Groups(Restricted(self._policy, self._allows), pool=self._pool)
         return self._shared
 
     def _allows(self, tensor: torch.Tensor, info: TensorInfo) -> bool:

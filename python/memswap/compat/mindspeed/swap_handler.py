@@ -212,7 +212,7 @@ class AsyncSwapHandler(metaclass=_OneForTheProcess):
         engine = None if self._engine is None else self._engine()
         if engine is None:
             # Not through self: the engine must not own the handler.
-            engine = Groups.of(Restricted(self._policy, self._checks.allows), self._pool)
+            engine = Groups(Restricted(self._policy, self._checks.allows), pool=self._pool)
             self._engine = ref(engine)
         return engine
 
