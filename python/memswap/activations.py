@@ -95,7 +95,7 @@ class saved_tensors(Uncopied, Counted):  # noqa: N801  (used like torch.autograd
         super().__init__(
             {"": Engine(checked_policy(policy), pool, parsed_prefetch(prefetch_bytes))}
         )
-        self._open: OpenBlocks[HookScope] = OpenBlocks()
+        self._open = OpenBlocks()
 
     @uncompiled
     def __enter__(self) -> saved_tensors:

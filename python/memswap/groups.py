@@ -199,7 +199,7 @@ class Group(Uncopied):
         self._timeline = native.Timeline(0)
         self._newest: Batch | None = None
         self._batches: WeakSet[Batch] = WeakSet()
-        self._open: OpenBlocks[HookScope] = OpenBlocks()
+        self._open = OpenBlocks()
         self._paused = False
         self._closed = False
 

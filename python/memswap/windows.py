@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import nn
 
+from memswap.engine.autograd import top_hooks
 from memswap.engine.engine import Engine, Schedule
 from memswap.engine.hook_scope import HookScope
 from memswap.engine.units import parse_bytes
@@ -175,7 +176,7 @@ def window(seconds: float | None = None, *, name: str = "") -> Window:
 
 def _innermost() -> Engine | None:
     """The engine with windows whose hooks are the innermost of this thread, if there is one."""
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    hooks = top_hooks(True)
     while hooks is not None:
         scope = getattr(hooks[0], "__self__", None)
         if not isinstance(scope, HookScope):

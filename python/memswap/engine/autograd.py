@@ -12,6 +12,9 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 graph_task: Callable[[], int] = torch._C._current_graph_task_id
 NO_TASK = -1
 
+#: The innermost pair of saved-tensor hooks of this thread: `top_hooks(True)`, also in a backward.
+top_hooks: Callable[[bool], Any] = torch._C._autograd._top_saved_tensors_default_hooks
+
 #: Classes whose tensors are no wrappers. A parameter that is one has its wrapper's class.
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 

@@ -9,13 +9,10 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import _StopRecomputationError
 
-from memswap.engine.autograd import in_backward, is_parameter
+from memswap.engine.autograd import in_backward, is_parameter, next_node_number, top_hooks
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-_top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
-_node: Callable[[], int] = torch._C._autograd._get_sequence_nr
 
 
 def may_be_filled_yet(tensor: torch.Tensor) -> bool:
@@ -38,7 +35,7 @@ def stopping_behind_operators(fn: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     def stopping(*args: Any, **kwargs: Any) -> Any:
-        hooks = _top_hooks(True) if in_backward() else None
+        hooks = top_hooks(True) if in_backward() else None
         if hooks is None:
             return fn(*args, **kwargs)
         pack, unpack = hooks
@@ -50,15 +47,15 @@ def stopping_behind_operators(fn: Callable[..., Any]) -> Callable[..., Any]:
         def stopping_pack(tensor: torch.Tensor) -> Any:
             nonlocal ended, node
             if ended:
-                if node != _node():
+                if node != next_node_number():
                     raise _StopRecomputationError
                 return tensor.detach()
             if may_be_filled_yet(tensor):
-                node = _node()
+                node = next_node_number()
             try:
                 return pack(tensor)
             except _StopRecomputationError:
-                if node != _node():
+                if node != next_node_number():
                     raise
                 ended = True
                 return tensor.detach()

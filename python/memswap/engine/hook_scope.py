@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any
 from weakref import ref
 
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from memswap._native import native
-from memswap.engine.autograd import arrived, is_frozen_parameter, is_parameter
+from memswap.engine.autograd import arrived, is_frozen_parameter, is_parameter, top_hooks
 from memswap.engine.calls import is_running
 from memswap.engine.compiled import uncompiled_methods
 from memswap.engine.handle import Given, Handle, Later, Parts, Passed, unpack
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 
     HookPair = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
 
-_top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 push_hooks = torch._C._autograd._push_saved_tensors_default_hooks
 pop_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
 _hooks_disabled = torch._C._autograd._saved_tensors_hooks_get_disabled_error_message
@@ -113,7 +112,7 @@ class HookScope(native.HookScope):
         uninstall_interrupted()
         if not torch.is_grad_enabled() or not can_save():
             return
-        outer = _top_hooks(True)
+        outer = top_hooks(True)
         if outer is not None and getattr(outer[0], "__module__", "") == "torch.utils.checkpoint":
             return
         self.outer = outer
@@ -152,7 +151,7 @@ class HookScope(native.HookScope):
         self.call = None  # its frame holds a graph, and the graph these hooks
 
     def _on_top(self) -> bool:
-        top = _top_hooks(True)
+        top = top_hooks(True)
         return top is not None and bool(top[0] == self.pack)
 
     def is_frozen(self, tensor: torch.Tensor) -> bool:
@@ -224,16 +223,14 @@ class HookScope(native.HookScope):
 
 uncompiled_methods(HookScope)
 
-ScopeT = TypeVar("ScopeT", bound=HookScope)
 
-
-class OpenBlocks(threading.local, Generic[ScopeT]):
+class OpenBlocks(threading.local):
     """The scopes of the ``with`` blocks that a thread is in, the innermost last."""
 
     def __init__(self) -> None:
-        self.scopes: list[ScopeT] = []
+        self.scopes: list[HookScope] = []
 
-    def enter(self, scope: ScopeT, *, installs: bool = True) -> None:
+    def enter(self, scope: HookScope, *, installs: bool = True) -> None:
         """A block begins. It is known for longer than its hooks are installed: Ctrl-C may come."""
         self.scopes.append(scope)
         if installs:
@@ -251,7 +248,7 @@ class OpenBlocks(threading.local, Generic[ScopeT]):
 
 def current_scope() -> HookScope | None:
     """The scope whose hooks this thread would save through now, if they are memswap's."""
-    top = _top_hooks(True)
+    top = top_hooks(True)
     owner = None if top is None else getattr(top[0], "__self__", None)
     return owner if isinstance(owner, HookScope) else None
 

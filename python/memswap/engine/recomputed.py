@@ -9,14 +9,12 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from memswap._native import native
-from memswap.engine.autograd import in_backward
+from memswap.engine.autograd import in_backward, top_hooks
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from memswap.engine.engine import Engine
-
-_top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 
 
 def counting(engine: Engine, fn: Callable[..., Any]) -> Callable[..., Any]:
@@ -31,7 +29,7 @@ def counting(engine: Engine, fn: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     def counted(*args: Any, **kwargs: Any) -> Any:
-        hooks = _top_hooks(True) if in_backward() else None
+        hooks = top_hooks(True) if in_backward() else None
         if hooks is None:
             return fn(*args, **kwargs)
         pack, unpack = hooks

@@ -9,7 +9,7 @@ from weakref import WeakMethod, finalize, ref
 import torch
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
-from memswap.engine.autograd import graph_task
+from memswap.engine.autograd import in_backward
 
 
 class BackwardPass:
@@ -32,7 +32,7 @@ class BackwardPass:
 
     def look(self) -> bool:
         """Something happens, in forward or in backward. Returns whether it is in backward."""
-        inside = graph_task() != -1
+        inside = in_backward()
         if self.runs and not (inside and self._ending()):
             self.runs = False
             self._raised()

@@ -72,9 +72,6 @@ class UnitCall(HookScope):
         # here. A module that keeps what it computed would be held by its own graph, where Python's
         # collector does not look.
         self.ended = nothing
-        self._end_range()
-
-    def _end_range(self) -> None:
         range, self.range = self.range, None
         if range is not None:
             range.__exit__(None, None, None)
@@ -196,12 +193,9 @@ class Iterations:
     def begin(self) -> None:
         """A forward begins."""
         with self._engine.lock:
-            self._begin()
-
-    def _begin(self) -> None:
-        self._engine.begin_iteration()
-        self._called.clear()
-        self._first_node = self._end_node = 0
+            self._engine.begin_iteration()
+            self._called.clear()
+            self._first_node = self._end_node = 0
 
     def unit_called(self, name: str, inputs: object, outermost: Callable[[], bool]) -> None:
         """A unit is called in a forward that autograd records: it may begin an iteration.
@@ -217,7 +211,7 @@ class Iterations:
             if engine.iteration.began_backward or (
                 repeats and outermost() and not self._lead_to(inputs)
             ):
-                self._begin()
+                self.begin()
             around = current_scope()
             if not self._called and not (
                 isinstance(around, CompiledCall) and around.engine is engine

@@ -21,7 +21,7 @@ from weakref import WeakKeyDictionary
 
 from torch import nn
 
-from memswap.engine.autograd import graph_task
+from memswap.engine.autograd import in_backward
 from memswap.errors import InplaceEditError, RankMismatchError
 from memswap.hooks.training import BackwardPass
 from memswap.parallel.comm import Comm, ProcessGroupComm, ranks_that_differ
@@ -254,7 +254,7 @@ class ShardContext:
     def exchange_arrived(self, unit: Unit) -> None:
         """An exchange of an attention in the unit has been waited for: the links are free again."""
         at = unit.progress
-        if graph_task() != -1:
+        if in_backward():
             return
         at.exchanges += 1
         if unit.stay.anchor is None and at.exchanges == at.expected_exchanges:
@@ -263,7 +263,7 @@ class ShardContext:
     def reach_anchor(self, unit: Unit) -> None:
         """This is where the unit's forward lets the next unit's all-gather go."""
         at = unit.progress
-        if graph_task() == -1 and at.depth > 0 and not at.anchored:
+        if not in_backward() and at.depth > 0 and not at.anchored:
             at.anchored = True
             self._prefetch(self._expected_in_forward(unit), unit)
 
@@ -278,7 +278,7 @@ class ShardContext:
         at = unit.progress
         if at.depth == 0:
             return
-        if graph_task() == -1:
+        if not in_backward():
             if unit.stay.anchor is not None and not at.anchored:
                 self._warn(unit, "unit %r did not pass its anchor; the next unit is gathered late")
             self.reach_anchor(unit)
@@ -286,7 +286,7 @@ class ShardContext:
         at.depth -= 1
         if at.depth == 0 and not at.in_backward:
             unit.hide()  # also where weights stay: an optimizer made now has to get the shards
-        if graph_task() != -1:
+        if in_backward():
             return
         at.left.add(id(module))
         if at.depth > 0 or len(at.left) < len(unit.modules):
