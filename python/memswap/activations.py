@@ -7,13 +7,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
-from weakref import ref
 
 import torch
 from torch import nn
 
 from memswap._warn import warn
-from memswap.device_budget import DeviceBudget
+from memswap.device_budget import open_account
 from memswap.engine.autograd import in_backward
 from memswap.engine.compiled import uncompiled
 from memswap.engine.engine import Engine
@@ -51,6 +50,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from memswap.engine.transfers import Pool
+    from memswap.planning.account import DeviceAccount
     from memswap.planning.plan import Plan
     from memswap.planning.step import Step
 
@@ -122,7 +122,7 @@ class Manager(Managed):
         rates: Rates | None = None,
         group: Any = None,
         windows: Windows | None = None,
-        device: DeviceBudget | None = None,
+        account: DeviceAccount | None = None,
         optimizer: ManagedOptimizer | None = None,
     ) -> None:
         make = Engine if windows is None else windows.engine
@@ -132,11 +132,10 @@ class Manager(Managed):
         self._budget = budget
         self._director: BudgetDirector | None = None
         if budget is not None:
-            account = None if device is None else device.account
             self._director = self._engine.director = BudgetDirector(
                 self._engine, policy, pool, budget, rates, group, self._units, account
             )
-        self._device, self._optimizer = device, optimizer
+        self._account, self._optimizer = account, optimizer
         self._iterations = Iterations(self._engine, self._units.values(), blocks.models)
         self._models = ModuleHooks()
         self._compiled = ""  # what is to be said of a model that is compiled as a whole
@@ -174,8 +173,8 @@ class Manager(Managed):
         peak, by kind.
         """
         plan = None if self._director is None else self._director.plan
-        if self._device is not None and isinstance(plan, DevicePlan):
-            return replace(plan, measured_device_bytes=self._device.account.measured_bytes)
+        if self._account is not None and isinstance(plan, DevicePlan):
+            return replace(plan, measured_device_bytes=self._account.measured_bytes)
         return plan
 
     @property
@@ -233,8 +232,8 @@ class Manager(Managed):
                 state cannot be read back.
         """
         self._unseen.end()
-        if self._device is not None:
-            self._device.remove()
+        if self._account is not None:
+            self._account.remove()
         if self._optimizer is not None:
             self._optimizer.remove()
         self._models.remove()
@@ -455,10 +454,10 @@ def manage(
     if budget is not None:
         check_one_device(blocks.units.values())
     policy, ahead = checked_policy(policy), parsed_prefetch(prefetch_bytes)
-    device, managed = None, None
+    account, managed = None, None
     if whole:
-        device = _device_budget(str(budget), modules, blocks, optimizer, pool)
-        managed = device.managed
+        roots = [modules] if isinstance(modules, nn.Module) else list(blocks.units.values())
+        account, managed = open_account(str(budget), roots, optimizer, pool)
     elif optimizer is not None:
         managed = manage_optimizer(optimizer, pool=pool)
     return Manager(
@@ -470,32 +469,8 @@ def manage(
         rates,
         group_of(group),
         windows,
-        device,
+        account,
         managed,
-    )
-
-
-def _device_budget(
-    budget: str,
-    modules: object,
-    blocks: Blocks,
-    optimizer: Optimizer | None,
-    pool: Pool | None,
-) -> DeviceBudget:
-    """What watches the device whose memory a budget is for."""
-    roots = [modules] if isinstance(modules, nn.Module) else list(blocks.units.values())
-    found = [one.device for root in roots for one in root.parameters()]
-    devices = [one for one in found if one.type != "meta"]
-    if not devices:
-        raise ValueError(f"manage(budget={budget!r}): these modules have no parameters on a device")
-    # A graph leads to the account, by its engine, and a module may hold that graph.
-    alive = [ref(root) for root in roots]
-    return DeviceBudget(
-        budget,
-        devices[0],
-        lambda: persistent_tensors(root for one in alive if (root := one()) is not None),
-        optimizer,
-        lambda one, room: manage_optimizer(one, pool=pool, room=room),
     )
 
 

@@ -255,6 +255,11 @@ class ManagedOptimizer(Uncopied):
         """Whether state that is away is in frames where it was."""
         return self._mover.encodes
 
+    @property
+    def peak_bytes(self) -> int:
+        """What the last step had on the device at most; 0 where steps do not go by chunks."""
+        return self._peak_bytes
+
     @contextmanager
     def present(self) -> Iterator[None]:
         """All state is in its tensors for the time of a `with` block, on the device, at once.

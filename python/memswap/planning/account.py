@@ -9,7 +9,7 @@ reads (`torch.accelerator.max_memory_allocated`) is that of the steps under the 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -28,31 +28,14 @@ from memswap.planning.device import (
 )
 
 if TYPE_CHECKING:
+    from torch.utils.hooks import RemovableHandle
+
     from memswap._C import Iteration, WorkspaceRecord
+    from memswap.optimizers import ManagedOptimizer
 
 #: When a forward begins, less may be there than when its step was learnt, as a share of the budget,
 #: before it is learnt again, in so many forwards one after another; each time twice as many.
 SHRUNK_SHARE, SHRUNK_FORWARDS = 1 / 100, 16
-
-
-class State(Protocol):
-    """An optimizer's state, of which some may be away between steps."""
-
-    def sizes(self) -> tuple[int, ...]:
-        """Bytes of each parameter's state that may be away, in the order in which they stay."""
-
-    def here_bytes(self) -> int:
-        """Of them, bytes that are on the device now."""
-
-    def chunks_bytes(self) -> int:
-        """The most that came and went at a time in the last step."""
-
-    @property
-    def coded(self) -> bool:
-        """Whether what is away is encoded where it is."""
-
-    def keep(self, nbytes: int) -> None:
-        """From here on so many bytes stay on the device, and no more."""
 
 
 class DeviceAccount:
@@ -62,7 +45,6 @@ class DeviceAccount:
         device: one device.
         nbytes: most bytes on it.
         parameters: those of the model now, and its buffers.
-        state: of the optimizer; None: nobody gave one.
         keeps_gradients: False: those of parameters with a hook behind their gradient may be used up
             in backward, as optimizers for single parameters do it.
     """
@@ -72,16 +54,18 @@ class DeviceAccount:
         device: torch.device,
         nbytes: int,
         parameters: Callable[[], Iterable[torch.Tensor]],
-        state: State | None,
         keeps_gradients: bool = True,
     ) -> None:
         self.nbytes = nbytes
+        #: Of the optimizer, some of which may be away; None: nobody gave one.
+        self.state: ManagedOptimizer | None = None
+        #: Of the hooks that tell of the optimizer's steps.
+        self.handles: list[RemovableHandle] = []
         self._gauge = native.MemoryGauge(device)
         self._on_cpu = device.type == "cpu"
         self._granularity = 1 if self._on_cpu else GRANULARITY_BYTES
         self._parameters = parameters
         self._keeps_gradients = keeps_gradients
-        self._state = state
         self._record: native.Workspace | None = None
         self._stays = 0
         self._followed: list[DevicePlan] = []
@@ -102,6 +86,12 @@ class DeviceAccount:
                 "weights over several devices with memswap.parallel.shard",
                 weights + gradients,
             )
+
+    def remove(self) -> None:
+        """Hear of no steps any more."""
+        for handle in self.handles:
+            handle.remove()
+        self.handles.clear()
 
     # --- what is there ----------------------------------------------------------------------------
 
@@ -147,7 +137,7 @@ class DeviceAccount:
             present: bytes of the device that saved storages take now, each rounded up to
                 multiples of its argument.
         """
-        here = 0 if self._state is None else self._state.here_bytes()
+        here = 0 if self.state is None else self.state.staying_bytes()
         there: int = self._gauge.now - here
         return there - present(self._granularity)
 
@@ -174,8 +164,8 @@ class DeviceAccount:
             return
         self._followed = list(plans)
         stays = min((plan.state_stays_bytes for plan in plans), default=self._stays)
-        if self._state is not None and stays != self._stays:
-            self._state.keep(stays)
+        if self.state is not None and stays != self._stays:
+            self.state.keep(stays)
             self._stays = stays
         self._measured = None
         if plans:
@@ -211,7 +201,7 @@ class DeviceAccount:
             iterations: those in flight, with the one that begins.
             baseline_bytes: what `baseline` returned.
         """
-        here = 0 if self._state is None else self._state.here_bytes()
+        here = 0 if self.state is None else self.state.staying_bytes()
         trained = [one for one in self._parameters() if one.requires_grad and one.is_leaf]
         self._record = native.Workspace(
             self._gauge, trained, self._granularity, here, baseline_bytes
@@ -229,7 +219,7 @@ class DeviceAccount:
 
     # --- the optimizer steps ----------------------------------------------------------------------
 
-    def before_step(self) -> None:
+    def before_step(self, *hook: object) -> None:
         """`optimizer.step()` begins."""
         self._steps_open += 1
         if self._steps_open > 1:
@@ -242,34 +232,34 @@ class DeviceAccount:
         if self._learns:
             self._gauge.begin()
 
-    def after_step(self) -> None:
+    def after_step(self, *hook: object) -> None:
         """`optimizer.step()` has ended."""
         self._steps_open = max(self._steps_open - 1, 0)
         if self._steps_open:
             return
         _ = self.measured_bytes
-        state = self._state
+        state = self.state
         if state is None or not self._learns:
             return
         if self._forwards == self._forwards_then:  # its closure has called no forward
             # State that stays was there throughout, and is planned by itself.
-            peak = self._gauge.peak - min(self._stays, state.here_bytes())
+            peak = self._gauge.peak - min(self._stays, state.staying_bytes())
             self._step_peak = max(peak, self._step_peak or 0)
-            self._step_chunks = state.chunks_bytes()
+            self._step_chunks = state.peak_bytes
         self._gauge.begin()
 
     def terms(self) -> DeviceTerms:
         """What plans have to meet."""
         state = None
-        if self._state is not None and self._step_peak is not None:
+        if self.state is not None and self._step_peak is not None:
             others = [plan for plan in self._followed if plan.knows_step]
             state = StateTerms(
-                sizes=self._state.sizes(),
+                sizes=self.state.sizes() if self.state.chunked else (),
                 step_peak_bytes=self._step_peak,
                 step_state_bytes=self._step_chunks,
                 forwards=self._forwards_per_step,
                 most_bytes=self._stays if others else None,
-                coded=self._state.coded,
+                coded=self.state.encodes,
             )
         spare = SPARE_SHARE_OF_CPU if self._on_cpu else SPARE_SHARE
         return DeviceTerms(self.nbytes, self.weights_bytes, self.gradients_bytes, state, spare)
