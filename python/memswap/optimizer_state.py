@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from memswap._native import native
 from memswap._warn import UsersLine
 from memswap.engine.action import ENCODE, ENCODE_SWAP, KEEP, SWAP, Action
+from memswap.engine.autograd import plain_parts
 from memswap.engine.pools import PAGEABLE
 from memswap.engine.transfers import OpenTransfers, Transfers, lane_to
 from memswap.engine.units import format_bytes
@@ -34,16 +35,9 @@ def plain_tensors(value: Any) -> Iterator[torch.Tensor]:
     one, the parts of a quantized one.
     """
     if isinstance(value, torch.Tensor):
-        if is_traceable_wrapper_subclass(value):
-            for name in value.__tensor_flatten__()[0]:
-                yield from plain_tensors(getattr(value, name))
-        else:
-            yield value
-    elif isinstance(value, dict):
-        for one in value.values():
-            yield from plain_tensors(one)
-    elif isinstance(value, list | tuple):
-        for one in value:
+        yield from plain_parts(value)
+    elif isinstance(value, dict | list | tuple):
+        for one in value.values() if isinstance(value, dict) else value:
             yield from plain_tensors(one)
 
 
@@ -288,9 +282,7 @@ class StateMover:
 
     def describe_pools(self) -> list[str]:
         """What was taken of host memory, a line for each pool."""
-        transfers = self._transfers.all()
-        pools = {id(one.pool): one.pool for one in transfers if one.copies}
-        return [one.describe() for one in pools.values()]
+        return [one.describe() for one in self._transfers.pools()]
 
     def _why_it_stays(self, tensor: torch.Tensor, not_these: frozenset[int] | set[int]) -> str:
         if tensor.numel() <= 1:

@@ -70,6 +70,12 @@ class Chunk:
     """Of their state that moves."""
 
 
+def parameters_of(optimizer: Optimizer) -> Iterator[torch.Tensor]:
+    """Those of all of its groups, in their order."""
+    for group in optimizer.param_groups:
+        yield from group["params"]
+
+
 def state_of(optimizer: Optimizer, parameter: torch.Tensor) -> list[torch.Tensor]:
     """The plain tensors of a parameter's state; none where it has no state yet."""
     found = optimizer.state.get(parameter)
@@ -83,11 +89,10 @@ def storages_that_stay(optimizer: Optimizer) -> set[int]:
     parameters have in their state, such as the quantization tables of 8-bit optimizers.
     """
     keys: set[int] = set()
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            for one in (parameter, parameter.grad):
-                if one is not None and one.layout is torch.strided:
-                    keys.update(native.storage_key(part) for part in plain_tensors(one))
+    for parameter in parameters_of(optimizer):
+        for one in (parameter, parameter.grad):
+            if one is not None and one.layout is torch.strided:
+                keys.update(native.storage_key(part) for part in plain_tensors(one))
     seen: set[int] = set()
     for value in optimizer.state.values():
         for tensor in plain_tensors(value):

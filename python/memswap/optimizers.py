@@ -43,6 +43,7 @@ from memswap.optimizer_step import (
     is_view,
     moving_bytes,
     new_view,
+    parameters_of,
     state_of,
     storages_that_stay,
     uncompiled,
@@ -178,7 +179,7 @@ def manage_optimizer(
     if chunked is not None and not isinstance(chunked, bool):
         raise TypeError(f"manage_optimizer(chunked={chunked!r}): expected True, False or None")
     check_pool(pool)
-    for parameter in (one for group in optimizer.param_groups for one in group["params"]):
+    for parameter in parameters_of(optimizer):
         check_pool(pool, parameter.device)
     room_bytes = None if room is None else parse_bytes(room, "manage_optimizer(room=...)")
     least_bytes = parse_bytes(min_bytes, "manage_optimizer(min_bytes=...)")
@@ -314,14 +315,14 @@ class ManagedOptimizer(Uncopied):
     def sizes(self) -> tuple[int, ...]:
         """Bytes of each parameter's state that may be away, in the order in which they stay."""
         optimizer = self._alive()
-        return tuple(self._movable(optimizer, one) for one in _parameters(optimizer))
+        return tuple(self._movable(optimizer, one) for one in parameters_of(optimizer))
 
     def staying_bytes(self) -> int:
         """Bytes of state on the device that `keep` has there."""
         optimizer = self._alive()
         return sum(
             self._movable(optimizer, one, here=True)
-            for one in _parameters(optimizer)
+            for one in parameters_of(optimizer)
             if id(one) in self._staying
         )
 
@@ -338,7 +339,7 @@ class ManagedOptimizer(Uncopied):
 
     def _first(self, optimizer: Optimizer, nbytes: int) -> frozenset[int]:
         found = []
-        for parameter in _parameters(optimizer):
+        for parameter in parameters_of(optimizer):
             nbytes -= self._movable(optimizer, parameter)
             if nbytes < 0:
                 break
@@ -484,7 +485,7 @@ class ManagedOptimizer(Uncopied):
     def _room_of(self, optimizer: Optimizer) -> int:
         if self._room_bytes is not None:
             return self._room_bytes
-        total = sum(moving_bytes(optimizer, one) for one in _parameters(optimizer))
+        total = sum(moving_bytes(optimizer, one) for one in parameters_of(optimizer))
         return min(max(int(total * ROOM_SHARE), LEAST_ROOM), MOST_ROOM)
 
     def _bring_all(self, optimizer: Optimizer) -> None:
@@ -521,7 +522,7 @@ class ManagedOptimizer(Uncopied):
         """Each tensor goes through the device alone; torch finds all of them where they belong."""
         self._end_interrupted()
         saved = [one for group in state_dict["param_groups"] for one in group["params"]]
-        own = [one for group in optimizer.param_groups for one in group["params"]]
+        own = list(parameters_of(optimizer))
         if len(saved) != len(own) or self._present:
             return state_dict  # torch says what is wrong
         parameters = dict(zip(saved, own, strict=True))
@@ -590,11 +591,6 @@ def _why_whole(kind: type[Optimizer], chunked: bool | None) -> str:
     )
 
 
-def _parameters(optimizer: Optimizer) -> Iterator[torch.Tensor]:
-    for group in optimizer.param_groups:
-        yield from group["params"]
-
-
 def _all_state(optimizer: Optimizer) -> Iterator[torch.Tensor]:
     for value in optimizer.state.values():
         yield from plain_tensors(value)
@@ -607,7 +603,7 @@ def _equal(a: Any, b: Any) -> bool:
 
 
 def _refuse_capture(optimizer: Optimizer) -> None:
-    kinds = {one.device.type for group in optimizer.param_groups for one in group["params"]}
+    kinds = {one.device.type for one in parameters_of(optimizer)}
     if "cuda" in kinds and torch.cuda.is_current_stream_capturing():
         raise OptimizerStepError(
             "a step of a managed optimizer is captured into a CUDA graph, whose replays would move "

@@ -217,10 +217,10 @@ class Engine(native.Engine):
 
     def describe_pools(self) -> list[str]:
         """The host memory and the disk that were taken, and how much of a drive's life."""
-        pools = {id(one.pool): one.pool for one in self.open_transfers() if one.copies}
-        lines = [one.describe() for one in pools.values()]
+        pools = self._transfers.pools()
+        lines = [one.describe() for one in pools]
         lines += [line for one in self.open_transfers() for line in one.describe_overflow()]
-        written = sum(one.written_bytes() for one in pools.values())
+        written = sum(one.written_bytes() for one in pools)
         return [*lines, *self._since.line(written, "a forward, by all who use this pool")]
 
     def check_decodes(self) -> None:
@@ -234,11 +234,7 @@ class Engine(native.Engine):
     ) -> Action | None:
         """The action that the policy's function names for a storage; None: what suits the device.
 
-        Args:
-            tensor: that is saved.
-            unit: that saves it.
-            nbytes: of the tensor.
-            storage_nbytes: of its storage.
+        `nbytes` are the tensor's.
         """
         return self.policy.decide(tensor, TensorInfo(unit, nbytes, storage_nbytes))
 

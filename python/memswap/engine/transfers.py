@@ -367,6 +367,10 @@ class OpenTransfers:
     def all(self) -> list[Transfers]:
         return [one for one in self._transfers.values() if one is not None]
 
+    def pools(self) -> list[Pool]:
+        """Those that something went to so far, each once."""
+        return list({id(one.pool): one.pool for one in self.all() if one.copies}.values())
+
     def settle(self) -> None:
         for transfers in self.all():
             transfers.settle()
