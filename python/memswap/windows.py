@@ -18,8 +18,8 @@ from memswap.engine.units import parse_bytes
 
 if TYPE_CHECKING:
     from memswap._C import Span
-    from memswap.engine.action import Decider
     from memswap.engine.transfers import Pool
+    from memswap.planning.policy import Policy
 
 _RANGE = re.compile(r"\s*(\d+)\s*(?:-\s*(\d+)\s*)?")
 
@@ -92,7 +92,7 @@ class Windows:
             return None
         return parse_bytes(self.max_pending_bytes, "Windows(max_pending_bytes=...)", auto=True)
 
-    def engine(self, policy: Decider, pool: Pool | None, prefetch_bytes: int | None) -> Engine:
+    def engine(self, policy: Policy, pool: Pool | None, prefetch_bytes: int | None) -> Engine:
         """A new engine that goes by these options. Arguments: those of :class:`Engine`."""
         engine = Engine(policy, pool, prefetch_bytes, Schedule.WINDOWS)
         windows = engine.windows

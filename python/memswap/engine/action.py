@@ -1,14 +1,9 @@
-"""What can be done with a saved tensor, and what the engine asks of whoever decides."""
+"""What can be done with a saved tensor, and what a policy's function is told of it."""
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
-
-if TYPE_CHECKING:
-    import torch
 
 
 class Action(enum.Enum):
@@ -46,33 +41,3 @@ class TensorInfo:
     """Bytes of the tensor's elements."""
     storage_nbytes: int
     """Bytes of the storage behind it, which move as a whole."""
-
-
-class Decider(Protocol):
-    """Decides which saved tensors move: a policy."""
-
-    @property
-    def action(self) -> Action | None:
-        """What to do where `fn` is None; None: the device's `Transfers.default_action`."""
-
-    @property
-    def fn(self) -> Callable[[torch.Tensor, TensorInfo], Action] | None:
-        """The user's function, or None."""
-
-    @property
-    def min_bytes(self) -> int:
-        """Storages of fewer bytes stay."""
-
-    @property
-    def operators(self) -> tuple[str, ...]:
-        """Operators of the user's that may be run again, beside memswap's table."""
-
-    @property
-    def recipes(self) -> bool:
-        """Whether storages may be recomputed where `action` and `fn` are None."""
-
-    def covers(self, unit: str) -> bool:
-        """Whether tensors of this unit may move at all."""
-
-    def decide(self, tensor: torch.Tensor, info: TensorInfo) -> Action | None:
-        """The action for a tensor of a covered unit that is not too small. None: as above."""

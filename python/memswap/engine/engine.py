@@ -19,9 +19,10 @@ from memswap.engine.stats import Stats, WindowStats, snapshot
 from memswap.engine.transfers import OpenTransfers
 
 if TYPE_CHECKING:
-    from memswap.engine.action import Action, Decider
+    from memswap.engine.action import Action
     from memswap.engine.director import Director
     from memswap.engine.transfers import Pool, Transfers
+    from memswap.planning.policy import Policy
 
 #: When what leaves is sent, and when it comes back (csrc/engine/engine.h).
 Schedule = native.Schedule
@@ -49,7 +50,7 @@ class Engine(native.Engine):
 
     def __init__(
         self,
-        policy: Decider,
+        policy: Policy,
         pool: Pool | None,
         prefetch_bytes: int | None,
         schedule: native.Schedule = Schedule.ITERATIONS,
@@ -63,12 +64,12 @@ class Engine(native.Engine):
         self._since = Endurance(pool)
 
     @property
-    def policy(self) -> Decider:
+    def policy(self) -> Policy:
         """Who decides which saved tensors move. All but a function of the user's is native data."""
         return self._policy
 
     @policy.setter
-    def policy(self, policy: Decider) -> None:
+    def policy(self, policy: Policy) -> None:
         self._policy = policy
         self._want_recipes()
         self.set_policy((policy.min_bytes, policy.action, policy.fn is not None, policy.recipes))

@@ -19,13 +19,13 @@ if TYPE_CHECKING:
 
     from torch.optim import Optimizer
 
-    from memswap.engine.action import Decider
+    from memswap.planning.policy import Policy
 
 #: Times that a place has to give the same bits before its storage becomes a recipe.
 PROOFS: int = native.RECIPE_PROOFS
 
 
-def wants_recipes(policy: Decider, directed: bool) -> bool:
+def wants_recipes(policy: Policy, directed: bool) -> bool:
     """Whether a policy may ask for Action.RECOMPUTE, or a director to whom it leaves the choice."""
     if policy.fn is not None or policy.action is RECOMPUTE:
         return True
