@@ -24,8 +24,7 @@ import torch
 from torch import nn
 
 from memswap.engine.calls import current_call, is_running
-from memswap.engine.compiled import runs_compiled, uncompiled, uncompiled_alone
-from memswap.engine.untraced import untraced
+from memswap.engine.compiled import runs_compiled, uncompiled, uncompiled_alone, untraced
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
