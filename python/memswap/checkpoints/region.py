@@ -23,6 +23,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -48,30 +49,25 @@ _ACTIONS = {
 _RECOMPUTE = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
 
 
+@dataclass(eq=False)
 class Region:
-    """What one call of a checkpointed function saved.
+    """What one call of a checkpointed function saved."""
 
-    Args:
-        decide: the policy.
-        scope: through which outputs leave.
-        keeps_random_state: whether generators move on where an operator is not run again.
-        checks: whether the arguments of a replayed operator must look as they did.
-    """
-
-    def __init__(
-        self, decide: Decide, scope: HookScope, keeps_random_state: bool, checks: bool
-    ) -> None:
-        self.decide = decide
-        self.scope = scope
-        self.keeps_random_state = keeps_random_state
-        self.checks = checks
-        self.calls: Counter[Any] = Counter()
-        """How often the forward called each operator."""
-        self.saved: dict[Any, dict[int, _Call]] = {}
-        """Operator -> number of the call -> what it gave, where that was saved."""
-        self._writing: list[_Held] = []
-        self._holders: dict[int, tuple[WeakStorage, list[_Call]]] = {}
-        """Storage -> the calls whose output lies on it. A weak storage keeps its key."""
+    decide: Decide
+    """The policy."""
+    scope: HookScope
+    """Through which outputs leave."""
+    keeps_random_state: bool
+    """Whether generators move on where an operator is not run again."""
+    checks: bool
+    """Whether the arguments of a replayed operator must look as they did."""
+    calls: Counter[Any] = field(default_factory=Counter)
+    """How often the forward called each operator."""
+    saved: dict[Any, dict[int, _Call]] = field(default_factory=dict)
+    """Operator -> number of the call -> what it gave, where that was saved."""
+    _writing: list[_Held] = field(default_factory=list)
+    _holders: dict[int, tuple[WeakStorage, list[_Call]]] = field(default_factory=dict)
+    """Storage -> the calls whose output lies on it. A weak storage keeps its key."""
 
     def contexts(self) -> tuple[TorchDispatchMode, TorchDispatchMode]:
         """The ``context_fn`` of this one region."""
@@ -142,8 +138,8 @@ class Region:
                 engine.ledger.keep(reason, tensor.untyped_storage().nbytes())
 
 
-class _Forward(TorchDispatchMode):  # type: ignore[misc]
-    """Watches the forward."""
+class _Mode(TorchDispatchMode):  # type: ignore[misc]
+    """What the forward and its recomputation run under."""
 
     supports_higher_order_operators = True
 
@@ -155,6 +151,10 @@ class _Forward(TorchDispatchMode):  # type: ignore[misc]
     def ignore_compile_internals(cls) -> bool:
         """Compiled functions inside the region stay compiled."""
         return True
+
+
+class _Forward(_Mode):
+    """Watches the forward."""
 
     def __exit__(self, *raised: Any) -> None:
         super().__exit__(*raised)
@@ -171,20 +171,12 @@ class _Forward(TorchDispatchMode):  # type: ignore[misc]
         return output
 
 
-class _Replay(TorchDispatchMode):  # type: ignore[misc]
+class _Replay(_Mode):
     """Gives back what was saved."""
 
-    supports_higher_order_operators = True
-
     def __init__(self, region: Region) -> None:
-        super().__init__()
-        self.region = region
+        super().__init__(region)
         self.calls: Counter[Any] = Counter()
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """As in the forward."""
-        return True
 
     def __enter__(self) -> _Replay:
         self.calls.clear()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,26 +28,22 @@ class Later:
         return self.handle.unpack()
 
 
+@dataclass(slots=True, eq=False)
 class Passed:
     """The handle of a save that goes to the hooks that were installed before ours."""
 
-    __slots__ = ("packed", "unpack_hook")
-
-    def __init__(self, packed: object, unpack_hook: Callable[[Any], torch.Tensor]) -> None:
-        self.packed = packed
-        self.unpack_hook = unpack_hook
+    packed: object
+    unpack_hook: Callable[[Any], torch.Tensor]
 
     def unpack(self) -> torch.Tensor:
         return self.unpack_hook(self.packed)
 
 
+@dataclass(slots=True, eq=False)
 class Given:
     """A part of a wrapper subclass that is no tensor (a device mesh)."""
 
-    __slots__ = ("part",)
-
-    def __init__(self, part: object) -> None:
-        self.part = part
+    part: object
 
     def unpack(self) -> object:
         return self.part

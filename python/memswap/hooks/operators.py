@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -117,14 +118,14 @@ class OperatorWindows:
             self.engine.end_forward()
 
 
+@dataclass(slots=True, eq=False)
 class _Place:
     """Where a window may open: at an operator, or at a unit whose operators do not show."""
 
-    def __init__(self, key: str, unit: _Place | None = None) -> None:
-        self.key = key
-        self.unit = unit  # that an operator belongs to; of a unit None
-        self.operators = 0  # that opened a window since the unit was entered
-        self.is_whole = False  # whether the unit opens one for itself
+    key: str
+    unit: _Place | None = None  # that an operator belongs to; of a unit None
+    operators: int = 0  # that opened a window since the unit was entered
+    is_whole: bool = False  # whether the unit opens one for itself
 
 
 class _Windowed:

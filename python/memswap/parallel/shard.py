@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
 import torch
@@ -248,17 +249,13 @@ class UnshardHandle:
         self._hooks.unit.expose()
 
 
+@dataclass(eq=False)
 class UnitHooks:
-    """The hooks on a unit's modules: what :func:`shard` leaves on each of them.
+    """The hooks on a unit's modules: what :func:`shard` leaves on each of them."""
 
-    Args:
-        unit: whose modules they are.
-        context: decides what happens when their calls begin and end.
-    """
-
-    def __init__(self, unit: Unit, context: ShardContext) -> None:
-        self.unit = unit
-        self.context = context
+    unit: Unit
+    context: ShardContext
+    """Decides what happens when calls of the modules begin and end."""
 
     def install(self, modules: Sequence[nn.Module], anchors: Sequence[nn.Module]) -> None:
         """Join the unit's modules, and the submodules before whose calls the next is gathered."""

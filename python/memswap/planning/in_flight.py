@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from memswap.engine.action import KEEP
@@ -10,43 +11,34 @@ if TYPE_CHECKING:
     from memswap._C import Iteration, Outcome, Workspace
     from memswap.engine.action import Action
     from memswap.engine.expectations import Key
-    from memswap.planning.kinds import Followed, StepKind, Timing
+    from memswap.planning.kinds import Followed, StepKind, Timing, Trial
     from memswap.planning.plan import Plan
 
 
+@dataclass(slots=True, eq=False)
 class InFlight:
-    """One iteration, of which kind it is, and how it goes under its plan.
+    """One iteration, of which kind it is, and how it goes under its plan."""
 
-    Args:
-        iteration: that is in flight.
-        kind: of steps that it is one of.
-        followed: the plan that it follows, or None.
-        timing: takes it down; None: nobody does.
-        plain: whether everything stays in it, to compare the plan in force with.
-    """
+    iteration: Iteration
+    kind: StepKind
+    followed: Followed | None
+    """The plan that it follows."""
+    timing: Timing | None = None
+    """Takes it down; None: nobody does."""
+    plain: bool = False
+    """Whether everything stays in it, to compare the plan in force with."""
+    trial: Trial | None = field(init=False)
+    off: frozenset[str] | None = field(init=False)
+    """Regions that are off; None: each of them, which makes itself known."""
+    excess_bytes: int = 0
+    """Of what stays: more than the plan has room for, so far."""
+    waited_for: int = 0
+    """Storages that were waited for since there was no room."""
+    outcome: Outcome = field(init=False)
+    """How it went, as `look` has seen it last."""
 
-    def __init__(
-        self,
-        iteration: Iteration,
-        kind: StepKind,
-        followed: Followed | None,
-        timing: Timing | None = None,
-        plain: bool = False,
-    ) -> None:
-        self.iteration = iteration
-        self.kind = kind
-        self.followed = followed
-        self.timing = timing
-        self.plain = plain
-        self.trial = kind.known.trial
-        #: Regions that are off; None: each of them, which makes itself known.
-        self.off = kind.regions_off()
-        #: Of what stays: more than the plan has room for, so far.
-        self.excess_bytes = 0
-        #: Storages that were waited for since there was no room.
-        self.waited_for = 0
-        #: How it went, as `look` has seen it last.
-        self.outcome: Outcome
+    def __post_init__(self) -> None:
+        self.trial, self.off = self.kind.known.trial, self.kind.regions_off()
 
     @property
     def plan(self) -> Plan | None:
