@@ -15,11 +15,11 @@ import torch
 from memswap._native import native
 from memswap.engine.action import ENCODE_SWAP, KEEP, SWAP
 from memswap.engine.expectations import Key
-from memswap.engine.recipe_record import RecipeRecord
 from memswap.planning.device import DevicePlan
 from memswap.planning.in_flight import InFlight
 from memswap.planning.kinds import Timing
 from memswap.planning.learner import Learner
+from memswap.planning.recipe_record import RecipeRecord
 from memswap.planning.replay import CODED
 from memswap.planning.shapes import Kinds
 

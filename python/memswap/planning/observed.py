@@ -10,7 +10,7 @@ from memswap._native import native
 from memswap.engine.action import Action
 from memswap.engine.expectations import Key
 from memswap.planning.sharing import taken_s
-from memswap.planning.step import Recipe, Region, SavedStorage, Step
+from memswap.planning.step import Region, SavedStorage, Step
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
     from memswap._C import IterationRecord
     from memswap.engine.expectations import Expectations
-    from memswap.engine.recipe_record import RecipeRecord
     from memswap.planning.rates import Rates
+    from memswap.planning.recipe_record import RecipeRecord
 
 
 #: Bytes of a frame that nobody has seen: used, held and of its overflow.
@@ -71,10 +71,9 @@ def step_of(
     ):
         used, held, overflow = expectations.sizes(key) or UNSEEN
         actions = allowed(action, device, fixed, on_disk)
-        seen = None if recipes is None or not actions else recipes.of(len(storages))
-        recipe = None
-        if seen is not None:
-            recipe = Recipe(seen.words, seen.sources, quantised(seen.seconds), seen.made_nbytes)
+        recipe = None if recipes is None or not actions else recipes.of(len(storages))
+        if recipe is not None:
+            recipe = replace(recipe, seconds=quantised(recipe.seconds))
             actions = (*actions, Action.RECOMPUTE)
         storages.append(
             SavedStorage(

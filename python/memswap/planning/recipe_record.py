@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+
+from memswap.planning.step import Recipe
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -21,19 +22,6 @@ _MOST_LOOKED_THROUGH = 4
 _NODE = re.compile(r"Backward\d*$")
 _CAPITAL = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
 _TOKEN = re.compile(r"\w+|[(),]")
-
-
-@dataclass(frozen=True, slots=True)
-class SeenRecipe:
-    """A proven recipe of one storage of an iteration."""
-
-    words: str
-    """What it does, with names for what it reads: ``"silu of gate"``."""
-    sources: tuple[int, ...]
-    """Storages of the iteration that it reads, each once."""
-    seconds: float
-    made_nbytes: int
-    """The most that it has made at once."""
 
 
 class RecipeRecord:
@@ -58,7 +46,7 @@ class RecipeRecord:
         """A storage that is saved has a recipe."""
         self._proven[index] = recipe
 
-    def of(self, index: int) -> SeenRecipe | None:
+    def of(self, index: int) -> Recipe | None:
         """The recipe of a storage; None: it has none."""
         proven = self._proven.get(index)
         if proven is None:
@@ -68,7 +56,7 @@ class RecipeRecord:
             "a buffer" if source is None else self._names.get(source, "a tensor")
             for source in proven.saved
         ]
-        return SeenRecipe(
+        return Recipe(
             in_words(proven.words, names),
             tuple(dict.fromkeys(sources)),
             proven.seconds,
@@ -83,22 +71,23 @@ def name_of(tensor: torch.Tensor, parameters: Mapping[int, str]) -> str | None:
         tensor: as autograd saves it.
         parameters: ``id(parameter)`` -> what its module is called.
     """
-    node = tensor.grad_fn
+    node = looked_through(tensor.grad_fn)
+    if node is None:
+        return None
+    for source, _ in node.next_functions:
+        leaf = getattr(looked_through(source), "variable", None)
+        if leaf is not None and id(leaf) in parameters:
+            return parameters[id(leaf)]
+    return _CAPITAL.sub("_", kind_of(node)).lower() or None
+
+
+def looked_through(node: Any) -> Any:
+    """The node of autograd's that stands behind views and casts; None: there is none."""
     for _ in range(_MOST_LOOKED_THROUGH):
         if node is None or kind_of(node) not in _LOOKED_THROUGH:
             break
         node = node.next_functions[0][0]
-    if node is None:
-        return None
-    for source, _ in node.next_functions:
-        for _ in range(_MOST_LOOKED_THROUGH):
-            if source is None or kind_of(source) not in _LOOKED_THROUGH:
-                break
-            source = source.next_functions[0][0]
-        leaf = getattr(source, "variable", None)
-        if leaf is not None and id(leaf) in parameters:
-            return parameters[id(leaf)]
-    return _CAPITAL.sub("_", kind_of(node)).lower() or None
+    return node
 
 
 def kind_of(node: Any) -> str:
