@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING
 
 from memswap.engine.units import format_bytes, parse_bytes
 from memswap.errors import BudgetError
+from memswap.planning.budgets import share_of
 from memswap.planning.plan import Plan
 from memswap.planning.planner import make_plan
 from memswap.planning.replay import replay
@@ -80,11 +81,8 @@ def device_bytes(budget: str, total_bytes: int) -> int:
         raise ValueError(f"manage(budget=...): {expected}, found {budget!r}")
     text = match[1]
     if text.endswith("%"):
-        try:
-            share = float(text[:-1]) / 100
-        except ValueError:
-            share = 0.0
-        if not 0 < share <= 1:
+        share = share_of(text)
+        if share is None:
             raise ValueError(
                 f"manage(budget=...): {expected} above 0% and up to 100%, found {budget!r}"
             )

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import islice, product
 from math import inf, prod
 from typing import TYPE_CHECKING
@@ -100,7 +101,6 @@ class Search:
             (index for index, menu in self.menus.items() if menu),
             key=lambda index: (-place.get(index, len(place)), index),
         )
-        self._least_found: Candidate | None = None
         self._most_replays = max(LOCAL_MARKS // max(len(step.gaps_s), 1), 8)
         self.exact = prod(len(self.menus[i]) + 1 for i in self.movable) <= exact_choices
 
@@ -129,7 +129,7 @@ class Search:
         kept = self.candidate({}, limit_bytes)
         if not kept.over_bytes:
             return kept
-        candidates = [kept, self.candidate(self._least().choice, limit_bytes)]
+        candidates = [kept, self.candidate(self._least.choice, limit_bytes)]
         if self.exact:
             candidates += (self.candidate(one, limit_bytes) for one in self._choices())
             return least(candidates)
@@ -140,7 +140,7 @@ class Search:
     def smallest_bytes(self) -> int:
         """The smallest limit for which there is a plan; of a step of many storages, for which one
         was found."""
-        return self._least().found.peak_bytes
+        return self._least.found.peak_bytes
 
     def kept(self, limit_bytes: float = 0) -> Candidate:
         """Nothing moves."""
@@ -306,13 +306,9 @@ class Search:
                     yield {**without, other: action}
         yield from self._changed_at(kept, choice)
 
+    @cached_property
     def _least(self) -> Candidate:
         """The smallest peak that was found: all goes as soon as it can, and returns when asked."""
-        if self._least_found is None:
-            self._least_found = self._find_least()
-        return self._least_found
-
-    def _find_least(self) -> Candidate:
         if self.exact:
             return min(map(self._forced, self._choices()), key=size_of)
         offered = [a for a in Action if any(a in self.menus[index] for index in self.movable)]
