@@ -1,16 +1,10 @@
 """Learner: makes plans of what was taken down, and makes them anew when they are not right.
 
 [Note: Learning]
-Iterations that begin alike are of one kind, and each kind learns for itself: its first iteration
-runs as it would without a budget, so that allocators and caches warm up; in the second everything
-is encoded on its way out, where there is a codec, which shows how much it shrinks; the third is
-timed, by two events per mark. Checkpoint regions are off in the second and third, to see what they
-save. If the budget wants some of them recomputed, an iteration with just these on is timed next.
-Then there is a plan, for the first iteration that begins after it is made. Nothing waits for that,
-and nothing is recorded any more but one iteration now and then. What does not look as planned is
-treated as if there were no plan, which is safe; twice in a row, and the kind learns again; where
-that does not help, after twice as many the next time. So a wrong forecast costs time or room, never
-a bit. docs/planning.md has all of it in two tables.
+Iterations that begin alike are of one kind, and each kind learns for itself. docs/planning.md has
+two tables: what is learnt in which iteration, and what makes a kind plan or learn again. Nothing
+waits for a plan, and what does not look as planned is treated as if there were none, which is
+safe. So a wrong forecast costs time or room, never a bit.
 
 [Note: In flight] Several iterations may wait for their backward at a time. Each has the same share
 of a budget: what none exceeds, all of them do not exceed together. Their number is the highest that
@@ -61,13 +55,8 @@ class Learner:
     training]).
 
     Args:
-        engine: whose iterations they are.
-        budget: bytes, or ``"auto"``.
-        rates: the machine's; None: measured when they are needed first.
-        group: a process group whose ranks plan together.
         fixed: whether the policy says how storages move.
-        pool: the user's, or None.
-        device: what is on the device, where the budget is for all of it.
+        engine, budget, rates, group, pool, device: as the director has them.
     """
 
     def __init__(

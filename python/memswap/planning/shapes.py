@@ -2,16 +2,14 @@
 
 [Note: Shapes]
 An iteration is known by the storage that it saves first: who saves it, and its size, which tells
-one input shape from another. The first few shapes have a plan each. Where there are more, lengths
-that are drawn anew in each step for example, those within a quarter of one another share a plan,
-which is made for the largest of them: what takes less than planned stays within the budget too.
+one input shape from another. The first few shapes have a plan each. Of more, those within a quarter
+of one another share a plan, which is made for the largest of them: what takes less than planned
+stays within the budget too.
 
 Only the first shape has to learn. What is known of it is resized for the others, in proportion to
-the first storage, and planned with at once: one pass of planning for a shape, or a class of shapes,
-that was not seen, and none in any other step. Times that are wrong for that are noticed when the
-plan is timed; where a shape saves other storages, or other sizes, it learns for itself after all
-([Note: Learning]). While nobody has a plan, iterations of all shapes that could borrow one learn
-together.
+the first storage, and planned with at once; a shape for which that is wrong learns for itself after
+all ([Note: Learning]). While nobody has a plan, iterations of all shapes that could borrow one
+learn together.
 
 [Note: Other sizes]
 What a step saves may vary although it begins alike: a mixture of experts sends other tokens to
