@@ -3,25 +3,11 @@
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable, Mapping
 
 import torch
 
-
-def elapsed_s(work: Callable[[], object], device: torch.device) -> float:
-    """Seconds that ``work`` took: on the host's clock on a CPU, else between two device events."""
-    if device.type == "cpu":
-        began = time.perf_counter()
-        work()
-        return time.perf_counter() - began
-    begin = torch.Event(device, enable_timing=True)
-    end = torch.Event(device, enable_timing=True)
-    begin.record()
-    work()
-    end.record()
-    end.synchronize()
-    return float(begin.elapsed_time(end)) * 1e-3
+from memswap.planning.profile import elapsed
 
 
 def alternate(
@@ -52,7 +38,7 @@ def times_s(
     work: Mapping[str, Callable[[], object]], device: torch.device, rounds: int
 ) -> dict[str, list[float]]:
     """Seconds that each took, round by round; the rounds alternate between all of them."""
-    measures = {name: (lambda w=w: elapsed_s(w, device)) for name, w in work.items()}
+    measures = {name: (lambda w=w: elapsed(w, device)) for name, w in work.items()}
     return alternate(measures, rounds)
 
 
