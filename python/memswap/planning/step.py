@@ -120,16 +120,11 @@ class Step:
             raise ValueError(
                 f"a step of {marks} marks needs as many gaps, found {len(self.gaps_s)}"
             )
-        if self.extra_nbytes and len(self.extra_nbytes) != marks:
-            raise ValueError(
-                f"a step of {marks} marks needs as many extra_nbytes or none, found "
-                f"{len(self.extra_nbytes)}"
-            )
-        if self.windows_s and len(self.windows_s) != marks:
-            raise ValueError(
-                f"a step of {marks} marks needs as many windows_s or none, found "
-                f"{len(self.windows_s)}"
-            )
+        for name in ("extra_nbytes", "windows_s"):
+            if (found := len(getattr(self, name))) not in (0, marks):
+                raise ValueError(
+                    f"a step of {marks} marks needs as many {name} or none, found {found}"
+                )
         if sorted(set(self.order)) != sorted(self.order) or not all(
             0 <= index < saves for index in self.order
         ):
