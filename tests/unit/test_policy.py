@@ -56,6 +56,12 @@ def test_one_pattern_may_be_given_as_a_string():
     assert Policy(exclude="abc").exclude == ("abc",)
 
 
+def test_patterns_may_come_from_a_generator():
+    policy = Policy(include=(name for name in ("a", "b")), operators=(one for one in ("x::y",)))
+    assert policy.include == ("a", "b"), "what checked the patterns has used them up"
+    assert policy.operators == ("x::y",)
+
+
 def test_function_decides_with_tensor_and_information():
     asked = []
 

@@ -112,8 +112,8 @@ class Policy:
         values = {
             "action": action,
             "min_bytes": parse_bytes(min_bytes, "Policy(min_bytes=...)"),
-            "include": checked_patterns(include, "include"),
-            "exclude": checked_patterns(exclude, "exclude"),
+            "include": strings(include, "include", "fnmatch patterns"),
+            "exclude": strings(exclude, "exclude", "fnmatch patterns"),
             "fn": fn,
             "operators": checked_operators(operators),
             "recipes": recipes,
@@ -151,23 +151,18 @@ class Restricted(Policy):
         return self.fn(tensor, info)  # the policy's answer, which it has checked
 
 
-def checked_patterns(patterns: object, name: str) -> tuple[str, ...]:
-    """One pattern or several, as a tuple."""
-    if isinstance(patterns, str):
-        return (patterns,)
-    if not isinstance(patterns, Iterable) or not all(isinstance(p, str) for p in patterns):
-        raise TypeError(f"Policy({name}={patterns!r}): expected fnmatch patterns: a str or several")
-    return tuple(patterns)
+def strings(found: object, name: str, what: str) -> tuple[str, ...]:
+    """One text or several, as a tuple."""
+    if isinstance(found, Iterable):
+        several = (found,) if isinstance(found, str) else tuple(found)
+        if all(isinstance(one, str) for one in several):
+            return several
+    raise TypeError(f"Policy({name}={found!r}): expected {what}: a str or several")
 
 
 def checked_operators(operators: object) -> tuple[str, ...]:
     """Names of operators, one or several, as a tuple."""
-    names = (operators,) if isinstance(operators, str) else operators
-    if not isinstance(names, Iterable) or not all(isinstance(one, str) for one in names):
-        raise TypeError(
-            f"Policy(operators={operators!r}): expected names of operators: a str or several"
-        )
-    checked = tuple(names)
+    checked = strings(operators, "operators", "names of operators")
     for name in checked:
         if not _OPERATOR.fullmatch(name):
             raise ValueError(
