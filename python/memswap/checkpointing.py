@@ -20,7 +20,12 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from torch.utils.checkpoint import create_selective_checkpoint_contexts, noop_context_fn
 
 from memswap.activations import named_units, parsed_prefetch
-from memswap.checkpoints.call import flattened, with_the_same_parameters
+from memswap.checkpoints.call import (
+    counting,
+    flattened,
+    stopping_behind_operators,
+    with_the_same_parameters,
+)
 from memswap.checkpoints.policy import (
     CheckpointPolicy,
     Decide,
@@ -33,10 +38,8 @@ from memswap.checkpoints.policy import (
 from memswap.checkpoints.region import Region
 from memswap.engine.action import Action
 from memswap.engine.autograd import in_backward
-from memswap.engine.early_stop import stopping_behind_operators
 from memswap.engine.engine import Engine
 from memswap.engine.hook_scope import HookScope, current_scope
-from memswap.engine.recomputed import counting
 from memswap.engine.transfers import check_pool
 from memswap.engine.uncopied import Uncopied
 from memswap.hooks.managed import Counted

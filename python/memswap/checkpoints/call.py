@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_flatten
+from torch.utils.checkpoint import _StopRecomputationError
 
+from memswap._native import native
+from memswap.engine.autograd import in_backward, is_parameter, next_node_number, top_hooks
 from memswap.errors import RecomputeError
+
+if TYPE_CHECKING:
+    from memswap.engine.engine import Engine
 
 
 def with_the_same_parameters(fn: Callable[..., Any], called: Callable[..., Any]) -> Any:
@@ -79,3 +87,106 @@ def flattened(
         return fn(*args, **kwargs)
 
     return called, distinct
+
+
+# --- torch's own pack hook in the recomputation --------------------------------------------------
+
+
+def may_be_filled_yet(tensor: torch.Tensor) -> bool:
+    """Whether the operator that saves a tensor may write to it, without counting an edit."""
+    return (
+        tensor.is_floating_point()
+        and tensor.is_leaf
+        and not tensor.is_inference()
+        and tensor._version == 0
+        and not is_parameter(tensor)
+    )
+
+
+def stopping_behind_operators(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """The function of a region, for torch's checkpoint with ``early_stop``.
+
+    Torch ends a recomputation when the last tensor that backward needs is saved. That is before the
+    operator runs that saves it, and rrelu's noise is filled by that operator (see [Note: What an
+    operator fills after it was saved]): backward would read memory that nobody has written.
+    """
+
+    def stopping(*args: Any, **kwargs: Any) -> Any:
+        hooks = top_hooks(True) if in_backward() else None
+        if hooks is None:
+            return fn(*args, **kwargs)
+        pack, unpack = hooks
+        ended = False
+        node: int | None = None  # the last one that saved what it may write
+
+        # With the name of torch's hook: whoever asks whose turn it is to save shall find torch.
+        @functools.wraps(pack)
+        def stopping_pack(tensor: torch.Tensor) -> Any:
+            nonlocal ended, node
+            if ended:
+                if node != next_node_number():
+                    raise _StopRecomputationError
+                return tensor.detach()
+            if may_be_filled_yet(tensor):
+                node = next_node_number()
+            try:
+                return pack(tensor)
+            except _StopRecomputationError:
+                if node != next_node_number():
+                    raise
+                ended = True
+                return tensor.detach()
+
+        with saved_tensors_hooks(stopping_pack, unpack):
+            output = fn(*args, **kwargs)
+        if ended:
+            raise _StopRecomputationError
+        return output
+
+    return stopping
+
+
+def counting(engine: Engine, fn: Callable[..., Any]) -> Callable[..., Any]:
+    """The function of a region, so that what it saves in backward counts as resident.
+
+    Torch holds these storages; the engine looks through them at each mark
+    (csrc/engine/recomputed.h).
+
+    Args:
+        engine: whose ledger counts them.
+        fn: what the region runs, in forward and again in backward.
+    """
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        hooks = top_hooks(True) if in_backward() else None
+        if hooks is None:
+            return fn(*args, **kwargs)
+        pack, unpack = hooks
+        known = _entries(engine)
+
+        # With the name of torch's hook: whoever asks whose turn it is to save shall find torch.
+        @functools.wraps(pack)
+        def counting_pack(tensor: torch.Tensor) -> Any:
+            _count(engine, tensor, known)
+            return pack(tensor)
+
+        with saved_tensors_hooks(counting_pack, unpack):
+            return fn(*args, **kwargs)
+
+    return counted
+
+
+def _entries(engine: Engine) -> set[int]:
+    """Storages of entries, the regions' inputs among them: the ledger knows those."""
+    with engine.lock:
+        iteration = engine.iteration
+        entries = map(iteration.entry, range(iteration.size))
+        return {entry.identity.key for entry in entries if entry is not None}
+
+
+def _count(engine: Engine, tensor: torch.Tensor, known: set[int]) -> None:
+    view = native.capture(tensor)
+    if view is None or view.of_leaf or view.key in known or engine.is_persistent(view.key):
+        return
+    with engine.lock:
+        engine.count_recomputed(native.StorageRef(tensor))
