@@ -13,9 +13,7 @@ import torch
 
 from memswap._native import native
 from memswap._warn import warn
-from memswap.engine.lane import take_failure
-from memswap.engine.pools import PAGEABLE, HostPool
-from memswap.engine.transfers import check_pool, default_pool, lane_to
+from memswap.engine.transfers import check_pool, complaints, default_pool, lane_to
 from memswap.errors import NotSwappedError, SharedStorageError, TransferError
 
 if TYPE_CHECKING:
@@ -81,14 +79,9 @@ def swap_out(tensor: torch.Tensor, pool: Pool | None = None) -> bool:
     block = pool.native.allocate(native.StorageRef(tensor).nbytes)
     if block is None:
         return False
-    if isinstance(pool, HostPool) and (why := pool.take_pageable()):
-        warn(f"memswap.swap_out: {PAGEABLE.format(why)}")
     lane = lane_to(pool, tensor.device)
-    if failure := take_failure(lane):
-        warn(
-            "memswap.swap_out: a file could not take tensors that went before, which are in host "
-            f"memory instead: {failure}"
-        )
+    for _, words in complaints(pool, lane, "tensors that went before, which are"):
+        warn(f"memswap.swap_out: {words}")
     message = (
         f"memswap: this tensor ({tensor.dtype}, {list(tensor.shape)}) is swapped out; call "
         "memswap.swap_in(tensor) before using it"

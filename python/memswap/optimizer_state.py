@@ -15,7 +15,6 @@ from memswap._native import native
 from memswap._warn import UsersLine
 from memswap.engine.action import ENCODE, ENCODE_SWAP, KEEP, SWAP, Action
 from memswap.engine.autograd import plain_parts
-from memswap.engine.pools import PAGEABLE
 from memswap.engine.transfers import OpenTransfers, Transfers, lane_to
 from memswap.engine.units import format_bytes
 from memswap.errors import TransferError
@@ -205,13 +204,8 @@ class StateMover:
             transfers.learn()
             transfers.expectations.begin_iteration()
             transfers.check_decodes()
-            if failure := transfers.take_failure():
-                self._line.warn(
-                    "memswap.manage_optimizer: a file could not take optimizer state, which is in "
-                    f"host memory instead: {failure}"
-                )
-            if why := transfers.take_pageable():
-                self._line.warn(f"memswap.manage_optimizer: {PAGEABLE.format(why)}")
+            for _, words in transfers.complaints("optimizer state, which is"):
+                self._line.warn(f"memswap.manage_optimizer: {words}")
 
     # --- away -------------------------------------------------------------------------------------
 

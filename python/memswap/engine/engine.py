@@ -14,7 +14,7 @@ from memswap._native import native
 from memswap.engine import recipes
 from memswap.engine.action import TensorInfo
 from memswap.engine.compiled import uncompiled_methods
-from memswap.engine.pools import PAGEABLE, Endurance
+from memswap.engine.pools import Endurance
 from memswap.engine.stats import Stats, WindowStats, snapshot
 from memswap.engine.transfers import OpenTransfers
 
@@ -121,16 +121,8 @@ class Engine(native.Engine):
     def tell_of_pools(self) -> None:
         """Warn, once, of a file that failed, and of host memory that could not be pinned."""
         for transfers in self.open_transfers():
-            if not transfers.works_ahead:
-                continue  # a processor pins nothing, and its tickets tell of files
-            if failure := transfers.take_failure():
-                self.ledger.tell_once(
-                    "file",
-                    "a file could not take saved activations, which are in host memory instead: "
-                    f"{failure}",
-                )
-            if why := transfers.take_pageable():
-                self.ledger.tell_once("pageable", PAGEABLE.format(why))
+            for reason, words in transfers.complaints("saved activations, which are"):
+                self.ledger.tell_once(reason, words)
 
     # --- windows (Schedule.WINDOWS; [Note: Windows] in csrc/engine/window_queue.h) ---------------
 

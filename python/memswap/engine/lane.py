@@ -61,11 +61,6 @@ def open_staged_lane(
     )
 
 
-def take_failure(lane: Lane | None) -> str:
-    """What a file said that could not take bytes, once; they are in host memory then."""
-    return lane.take_failure() if isinstance(lane, native.StagedLane) else ""
-
-
 #: What of the host memory that pools may take can be set aside for frames that turn out longer. A
 #: bfloat16 frame sets 0.3 of its raw bytes aside until the host has seen its header; who swaps
 #: needs all of them.

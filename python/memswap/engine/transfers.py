@@ -20,12 +20,13 @@ from memswap.engine.lane import (
     open_staged_lane,
     ordinary_pool,
     overflow_pool,
-    take_failure,
 )
-from memswap.engine.pools import IN_MEMORY, DiskPool, HostPool
+from memswap.engine.pools import IN_MEMORY, PAGEABLE, DiskPool, HostPool
 from memswap.errors import TransferError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
     from memswap._C import CodecLane
 
 Pool: TypeAlias = HostPool | DiskPool
@@ -119,6 +120,20 @@ def lane_to(pool: Pool, device: torch.device) -> Lane:
 def open_lane_to(pool: Pool | None, device: torch.device) -> Lane:
     """A new lane between a device and a pool."""
     return open_staged_lane(device) if reaches_files(pool, device) else open_lane(device)
+
+
+def complaints(pool: Pool, lane: Lane, what: str) -> Iterator[tuple[str, str]]:
+    """What users are to be told of a pool, once each: a word for it, and the sentence.
+
+    Args:
+        pool: where bytes go.
+        lane: by which they go.
+        what: was to go there, with a verb: "tensors, which are".
+    """
+    if isinstance(lane, native.StagedLane) and (failure := lane.take_failure()):
+        yield "file", f"a file could not take {what} in host memory instead: {failure}"
+    if isinstance(pool, HostPool) and (why := pool.take_pageable()):
+        yield "pageable", PAGEABLE.format(why)
 
 
 class Transfers(native.Transfers):
@@ -296,15 +311,9 @@ class Transfers(native.Transfers):
         if self._overflow_pool is not None:
             self._overflow_pool.trim()
 
-    def take_failure(self) -> str:
-        """The error of a file that could not take bytes, once; they are in host memory then."""
-        return take_failure(self._lane)
-
-    def take_pageable(self) -> str:
-        """Why some of the pool's memory is not pinned, once; empty where all of it is."""
-        if self._lane is None or not isinstance(self.pool, HostPool):
-            return ""
-        return self.pool.take_pageable()
+    def complaints(self, what: str) -> Iterable[tuple[str, str]]:
+        """What users are to be told of the pool, as far as something went there."""
+        return () if self._lane is None else complaints(self.pool, self._lane, what)
 
     def check_decodes(self, wait: bool = False) -> None:
         """Raise if a frame was not what had been encoded, as far as the host has heard of it.
