@@ -32,6 +32,7 @@ from memswap.engine.batch import Batch
 from memswap.engine.engine import Engine, Schedule
 from memswap.engine.handle import Handle, unpack
 from memswap.engine.hook_scope import HookScope, OpenBlocks
+from memswap.engine.pools import present_device
 from memswap.engine.stats import Stats
 from memswap.engine.transfers import Pool, check_pool
 from memswap.engine.uncopied import Uncopied
@@ -73,13 +74,9 @@ class Groups(Uncopied, Counted):
         None: there is no accelerator. For who builds on groups inside memswap.
         """
         ahead = [one for one in self.engine.open_transfers() if one.works_ahead]
-        if not ahead and torch.accelerator.is_available():
-            device = torch.accelerator.current_accelerator()
-            index = torch.accelerator.current_device_index()
-            one = (
-                None if device is None else self.engine.transfers(torch.device(device.type, index))
-            )
-            ahead = [] if one is None else [one]
+        device = present_device(None, "Groups")
+        if not ahead and device.type != "cpu" and (one := self.engine.transfers(device)):
+            ahead = [one]
         return ahead[0].lane if ahead else None
 
     def new(self, name: str) -> Group:

@@ -99,7 +99,7 @@ class Windows:
         assert windows is not None  # of that schedule
         windows.queue.max_pending_bytes = self.pending_bound()
         windows.queue.leftovers_start = self.leftovers == "start"
-        windows.captures = _captures
+        windows.captures = torch.cuda.is_current_stream_capturing  # then nothing is encoded
         return engine
 
 
@@ -185,11 +185,6 @@ def _innermost() -> Engine | None:
             return scope.engine
         hooks = scope.outer
     return None
-
-
-def _captures() -> bool:
-    """Whether the current stream of a GPU captures a graph: nothing is encoded then."""
-    return bool(torch.cuda.is_current_stream_capturing())
 
 
 # --- layers ---------------------------------------------------------------------------------------

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from memswap._C import Iteration, Recorder
+    from memswap._C import Iteration
     from memswap.engine.action import Action
     from memswap.engine.engine import Engine
     from memswap.engine.transfers import Transfers
@@ -307,7 +307,8 @@ class BudgetDirector:
         assert transfers is not None  # or the engine would not have asked
         timing, plan, plain = None, kind.plan, False
         if self._learner.times(kind):
-            timing = Timing(first, device, new_recorder(transfers), RecipeRecord())
+            recorder = native.Recorder(transfers.device, transfers.capturing)
+            timing = Timing(first, device, recorder, RecipeRecord())
             kind.planning = kind.planning or self._learner.together
         kind.count()
         if self._bounded and plan is not None and plan.in_flight <= len(self._in_flight):
@@ -468,9 +469,3 @@ class BudgetDirector:
         """
         learns = one.timing is not None and one.plan is None
         return learns and action in CODED and device.type != "cpu"
-
-
-def new_recorder(transfers: Transfers) -> Recorder:
-    """Takes down an iteration whose storages leave by these transfers."""
-    capturing = torch.cuda.is_current_stream_capturing if transfers.captures else None
-    return native.Recorder(transfers.device, capturing)
