@@ -28,13 +28,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_leaves
+from torch.utils._pytree import tree_flatten
 from torch.utils.checkpoint import SAC_IGNORED_OPS
 
 from memswap._native import native
 from memswap.checkpoints.policy import CheckpointPolicy, Decide, is_collective
 from memswap.engine.action import Action
-from memswap.engine.autograd import plain_parts
+from memswap.engine.autograd import plain_parts, tensors_in
 from memswap.engine.handle import Handle
 from memswap.engine.hook_scope import HookScope
 from memswap.errors import InplaceEditError, RecomputeError
@@ -336,11 +336,6 @@ def _unpacked(leaf: Any, arguments: list[torch.Tensor]) -> Any:
 
 
 # --- operators --------------------------------------------------------------------------------
-
-
-def tensors_in(tree: Any) -> Iterator[torch.Tensor]:
-    """The tensors in nested lists, tuples and dicts."""
-    return (leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor))
 
 
 def looks(

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_leaves
 
 #: The number of the backward pass that this thread runs; NO_TASK: none.
 graph_task: Callable[[], int] = torch._C._current_graph_task_id
@@ -84,6 +85,17 @@ def arrived(tensor: torch.Tensor) -> torch.Tensor:
     """
     wait: Callable[[], torch.Tensor] | None = getattr(tensor, "trigger_wait", None)
     return tensor if wait is None else wait()
+
+
+def tensors_in(tree: object) -> Iterator[torch.Tensor]:
+    """The tensors in nested lists, tuples and dicts."""
+    return (leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor))
+
+
+def differentiable(tree: object) -> list[torch.Tensor]:
+    """Those of them whose gradients a backward will compute."""
+    grad = torch.is_grad_enabled()
+    return [one for one in tensors_in(tree) if one.requires_grad] if grad else []
 
 
 def plain_parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:

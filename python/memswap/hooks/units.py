@@ -7,11 +7,16 @@ from typing import TYPE_CHECKING
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parameter import is_lazy
-from torch.utils._pytree import tree_leaves
 
 from memswap._native import native
 from memswap.engine.action import Action
-from memswap.engine.autograd import computed_from, in_backward, next_node_number, plain_parts
+from memswap.engine.autograd import (
+    computed_from,
+    in_backward,
+    next_node_number,
+    plain_parts,
+    tensors_in,
+)
 from memswap.engine.hook_scope import HookScope, can_save, current_scope
 
 if TYPE_CHECKING:
@@ -231,8 +236,7 @@ class Iterations:
         Layers that are called in a loop, because they are shared, serve one backward: it is no
         other forward that begins there.
         """
-        tensors = (one for one in tree_leaves(inputs) if isinstance(one, torch.Tensor))
-        return computed_from(tensors, self._first_node, self._end_node)
+        return computed_from(tensors_in(inputs), self._first_node, self._end_node)
 
 
 def records() -> bool:

@@ -13,9 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 from torch.optim.optimizer import Optimizer
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_leaves
 
-from memswap.engine.autograd import graph_task, in_backward
+from memswap.engine.autograd import differentiable, graph_task, in_backward
 from memswap.errors import RankMismatchError
 from memswap.hooks.module_hooks import AtEnd, ModuleHooks
 from memswap.hooks.training import before_optimizer_steps
@@ -386,11 +385,7 @@ class FirstStep:
 
     def follow(self, output: Any) -> bool:
         """Have the gradients of an output tell that a backward has begun. Whether there are any."""
-        found = [
-            one
-            for one in tree_leaves(output)
-            if isinstance(one, torch.Tensor) and one.requires_grad and torch.is_grad_enabled()
-        ]
+        found = differentiable(output)
         if self._active:
             for tensor in found:
                 if not isinstance(tensor, ArrivingTensor):  # a hook would make it wait

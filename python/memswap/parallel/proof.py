@@ -29,6 +29,7 @@ from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from memswap.engine.autograd import tensors_in
 from memswap.parallel.attention import Lengths, PlacedQueries
 from memswap.parallel.attention_exchanges import AttentionExchanges
 from memswap.parallel.context_style import Arguments, Role
@@ -284,8 +285,7 @@ class PositionTrial:
             _MeasuredQueries(lengths, dropout=False) as mode,
         ):
             output = self.module.forward(*args, **kwargs)
-        found = [one for one in tree_leaves(output) if isinstance(one, torch.Tensor)]
-        return found, mode.largest_bytes, has_masks
+        return list(tensors_in(output)), mode.largest_bytes, has_masks
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.utils import _pytree as pytree
 
 from memswap._native import native
+from memswap.engine.autograd import differentiable
 from memswap.parallel.in_flight import listen, listen_no_more
 from memswap.parallel.schedule import ShardContext
 from memswap.parallel.unit import Stay, Unit
@@ -304,7 +305,7 @@ class UnitCall:
         listen(self, functools.partial(context.exchange_arrived, unit))
         if unit.policy.param_dtype is not None and unit.policy.cast_forward_inputs:
             inputs = _cast(inputs, unit.policy.param_dtype)
-        found = _differentiable(inputs) if unit.frozen else []
+        found = differentiable(inputs) if unit.frozen else []
         if found:
             self._reads_frozen = True
             torch.autograd.graph.register_multi_grad_hook(found, self._ends_backward)
@@ -316,7 +317,7 @@ class UnitCall:
         unit = self._hooks.unit
         if unit.policy.output_dtype is not None:
             output = _cast(output, unit.policy.output_dtype)
-        outputs = _differentiable(output)
+        outputs = differentiable(output)
         begins_backward = functools.partial(self._begins_backward, unit.versions)
         for tensor in outputs:
             tensor.register_hook(begins_backward)
@@ -341,14 +342,6 @@ class UnitCall:
             self._open = False
             self._hooks.unit.progress.open_calls -= 1
             self._hooks.context.gradient_arrived(self._hooks.unit)
-
-
-def _differentiable(values: Any) -> list[torch.Tensor]:
-    """The tensors whose gradients a backward will compute."""
-    if not torch.is_grad_enabled():
-        return []
-    tensors = [one for one in pytree.tree_leaves(values) if isinstance(one, torch.Tensor)]
-    return [one for one in tensors if one.requires_grad]
 
 
 def _cast(values: Any, dtype: torch.dtype) -> Any:
