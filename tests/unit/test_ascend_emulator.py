@@ -6,7 +6,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from emulators import build_emulator
+from emulators import EmulatorRuns, build_emulator
 
 FOLDER = Path(__file__).resolve().parents[1] / "ascend_emulator"
 COMPILER = shutil.which("g++")
@@ -23,9 +23,8 @@ def compile_source(source: Path, *flags: str) -> subprocess.CompletedProcess[str
 
 
 @pytest.mark.timeout(900)
-def test_rules_hold_at_run_time() -> None:
-    program = build_emulator("ascend_emulator") / "emulator_test"
-    ran = subprocess.run([str(program)], capture_output=True, text=True, check=False)
+def test_rules_hold_at_run_time(emulator_runs: EmulatorRuns) -> None:
+    ran = emulator_runs.run(build_emulator("ascend_emulator") / "emulator_test")
     assert ran.returncode == 0, f"a promise of the emulator is broken:\n{ran.stdout[-4000:]}"
 
 

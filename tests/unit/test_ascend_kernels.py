@@ -1,10 +1,9 @@
 """The Ascend codec on the emulator: the same frames as the CPU's codec, in both directions."""
 
-import subprocess
 from pathlib import Path
 
 import pytest
-from emulators import ROOT, build_emulator
+from emulators import ROOT, EmulatorRuns, build_emulator
 
 KERNELS = ROOT / "kernels"
 
@@ -17,16 +16,18 @@ def programs() -> Path:
     return build_emulator("ascend_emulator")
 
 
-def run(*command: str | Path) -> None:
+def run(runs: EmulatorRuns, *command: str | Path) -> None:
     """Run a test program; what it printed is the message if it failed."""
-    ran = subprocess.run(list(map(str, command)), capture_output=True, text=True, check=False)
+    ran = runs.run(*command)
     assert ran.returncode == 0, f"on the emulator:\n{ran.stdout[-4000:]}{ran.stderr[-2000:]}"
     assert " checks, 0 failures" in ran.stdout and "\n0 checks" not in "\n" + ran.stdout
 
 
 @pytest.mark.parametrize("what", ["golden", "corpus", "bitmaps", "cores", "barriers", "cost"])
-def test_frames_of_the_cpu_are_read_and_written(programs: Path, what: str) -> None:
-    run(programs / "codec_test", KERNELS / "tests", what)
+def test_frames_of_the_cpu_are_read_and_written(
+    emulator_runs: EmulatorRuns, programs: Path, what: str
+) -> None:
+    run(emulator_runs, programs / "codec_test", KERNELS / "tests", what)
 
 
 FLOATS = ("bf16", "fp16", "fp32", "fp64", "e4m3", "e5m2")
@@ -42,17 +43,21 @@ FORMATS = {
 
 
 @pytest.mark.parametrize("layout", FORMATS)
-def test_every_layout_on_every_grid_and_schedule(programs: Path, layout: str) -> None:
-    run(programs / "codec_test", KERNELS / "tests", *FORMATS[layout])
+def test_every_layout_on_every_grid_and_schedule(
+    emulator_runs: EmulatorRuns, programs: Path, layout: str
+) -> None:
+    run(emulator_runs, programs / "codec_test", KERNELS / "tests", *FORMATS[layout])
 
 
 @pytest.mark.slow
-def test_every_kernel_under_many_seeds(programs: Path) -> None:
-    run(programs / "codec_test", KERNELS / "tests", "seeds")
+def test_every_kernel_under_many_seeds(emulator_runs: EmulatorRuns, programs: Path) -> None:
+    run(emulator_runs, programs / "codec_test", KERNELS / "tests", "seeds")
 
 
-def test_host_side_tiles_launches_and_reports_errors(programs: Path) -> None:
-    run(programs / "host_test")
+def test_host_side_tiles_launches_and_reports_errors(
+    emulator_runs: EmulatorRuns, programs: Path
+) -> None:
+    run(emulator_runs, programs / "host_test")
 
 
 def test_every_kernel_is_for_vector_cores_alone_and_none_waits_for_the_others() -> None:

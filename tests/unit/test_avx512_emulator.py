@@ -9,11 +9,13 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from emulators import ROOT, build_emulator, run_googletest
+from emulators import ROOT, EmulatorRuns, build_emulator, expect_passed, googletest, run_program
 
 FOLDER = ROOT / "tests" / "avx512_emulator"
 # Of the codec's own tests, those that take seconds and reach no code that the others do not.
 LONG = "*EveryFlippedBit*:*TensorsLarger*:*Edited*"
+# Those whose frames several threads encode.
+THREADS = "*Tasks.*"
 
 pytestmark = [
     pytest.mark.cpu_only,
@@ -30,23 +32,31 @@ def program() -> Path:
     return build_emulator("avx512_emulator") / "memswap_avx512_emulator_tests"
 
 
-def run(program: Path, names: str) -> None:
-    # Tests allocate a few pages and free them, over and over: little of it is worth remembering.
-    options = "quarantine_size_mb=8:malloc_context_size=8"
-    run_googletest(program, names, {"ASAN_OPTIONS": options, "UBSAN_OPTIONS": "print_stacktrace=1"})
+# Tests allocate a few pages and free them, over and over: little of it is worth remembering.
+OPTIONS = {
+    "ASAN_OPTIONS": "quarantine_size_mb=8:malloc_context_size=8",
+    "UBSAN_OPTIONS": "print_stacktrace=1",
+}
 
 
-def test_emulated_intrinsics_do_what_the_processors_do(program: Path) -> None:
-    run(program, "Emulated*")
+def test_emulated_intrinsics_do_what_the_processors_do(
+    emulator_runs: EmulatorRuns, program: Path
+) -> None:
+    emulator_runs.run_googletest(program, "Emulated*", OPTIONS)
 
 
-def test_frames_are_the_oracles_on_the_emulator(program: Path) -> None:
-    run(program, f"*/avx512:-{LONG}")
+def test_frames_are_the_oracles_on_the_emulator(emulator_runs: EmulatorRuns, program: Path) -> None:
+    emulator_runs.run_googletest(program, f"*/avx512:-{LONG}:{THREADS}", OPTIONS)
+
+
+def test_frames_of_several_threads_are_the_oracles_on_the_emulator(program: Path) -> None:
+    expect_passed(run_program([str(program), *googletest(f"{THREADS}/avx512")], OPTIONS))
 
 
 @pytest.mark.slow
 def test_large_hostile_and_edited_frames_keep_their_promises_on_the_emulator(program: Path) -> None:
-    run(program, ":".join(f"{name}/avx512" for name in LONG.split(":")))
+    names = ":".join(f"{name}/avx512" for name in LONG.split(":"))
+    expect_passed(run_program([str(program), *googletest(names)], OPTIONS))
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from emulators import BUILD, build_emulator, run_googletest
+from emulators import BUILD, EmulatorRuns, build_emulator
 
 SUITES = ("Frames", "Golden", "Bitmaps", "Hostile", "Launches", "Barriers", "Intrinsics")
 
@@ -20,5 +20,7 @@ def program() -> Path:
 
 
 @pytest.mark.parametrize("suite", SUITES)
-def test_kernels_keep_their_promises_on_the_emulator(program: Path, suite: str) -> None:
-    run_googletest(program, f"{suite}*:*/{suite}*")
+def test_kernels_keep_their_promises_on_the_emulator(
+    emulator_runs: EmulatorRuns, program: Path, suite: str
+) -> None:
+    emulator_runs.run_googletest(program, f"{suite}*:*/{suite}*")
