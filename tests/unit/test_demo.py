@@ -136,7 +136,8 @@ def test_misuse_is_answered_by_a_sentence(
 
 
 def test_info_names_the_versions() -> None:
-    done = run_memswap("info")
+    program = 'import sys; from memswap.__main__ import main; sys.exit(main(["info"]))'
+    done = warm_python().run(program, timeout_s=300)
     assert done.returncode == 0, done.stderr
     assert torch.__version__ in done.stdout
 

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from warm_python import warm_python
+
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"^```python\n(.*?)^```$", README, flags=re.MULTILINE | re.DOTALL)
@@ -57,16 +59,19 @@ def test_examples_are_short() -> None:
         assert lines < 80, f"{example.name} has {lines} lines"
 
 
+#: As `python EXAMPLE OPTIONS` does in a folder; the README's code imports torch itself.
+IN_A_FOLDER = """
+import os, runpy, sys
+folder, example, *sys.argv[1:] = sys.argv[1:]
+os.chdir(folder)
+runpy.run_path(example, run_name="__main__")
+"""
+
+
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda p: p.stem)
 def test_example_runs(example: Path, tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, str(example), *OPTIONS.get(example.stem, ())],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=300,
-    )
+    arguments = (str(tmp_path), str(example), *OPTIONS.get(example.stem, ()))
+    done = warm_python().run(IN_A_FOLDER, 300, arguments)
     assert done.returncode == 0, f"examples/{example.name} fails:\n{done.stderr}"
     assert done.stdout.strip(), f"examples/{example.name} printed nothing"
     assert "DIFFERENT" not in done.stdout, f"examples/{example.name}: other gradients"
