@@ -168,6 +168,8 @@ def main() -> int:
     arguments, more = parser.parse_known_args()
     # OpenMP's threads that wait for one another do not spin: the other suite needs the core.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    # Or else each of these processes compiles all tests anew, and rewrites their assertions.
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     parts: dict[str, Sum] = {}
     if arguments.only is None and arguments.jobs > 1:
         with ThreadPoolExecutor(arguments.jobs) as pool:
