@@ -16,6 +16,7 @@ from __future__ import annotations
 import gc
 import os
 import sys
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
     parser.addoption(
         "--without-schedule", action="append", default=[], help="any schedule but this"
+    )
+    parser.addoption(
+        "--random-in-turn",
+        action="store_true",
+        help="each test under one random schedule, whose seed its name chooses",
     )
 
 
@@ -158,7 +164,16 @@ def schedules_of(metafunc: pytest.Metafunc) -> tuple[list[Any], list[Any]]:
     # What the others run on is proven under all schedules, in other tests of tests/engine.
     scripts = SCRIPTS in Path(metafunc.definition.path).parents
     enough = (scripts or marked("few_schedules") is not None) and not option("--slow")
+    if option("--random-in-turn"):
+        chosen = one_random_of(chosen, metafunc.definition.nodeid)
     return few if enough else chosen, few
+
+
+def one_random_of(chosen: list[Any], test: str) -> list[Any]:
+    """Of the random schedules, whose policy is the same, the one whose turn it is at this test."""
+    random = [one for one in chosen if one.policy == "random"]
+    turn = zlib.crc32(test.encode())  # the same in every process
+    return [one for one in chosen if one not in random or one is random[turn % len(random)]]
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -34,9 +34,9 @@ class Suite:
     without_slow: tuple[str, ...] = ()  # more arguments where the slow tests do not run
 
 
-#: The tests of the engine run under this schedule with the device's name npu, and under all others
-#: with the name sim. Tests marked `one_schedule` run with the name npu. With --slow both names have
-#: all schedules.
+#: The tests of the engine run under this schedule with the device's name npu, and under the others
+#: with the name sim: of the random ones under one, whose seed the test's name chooses. Tests marked
+#: `one_schedule` run with the name npu. With --slow both names have all schedules.
 NPU_SCHEDULE = "lazy"
 
 SUITES = (
@@ -54,7 +54,10 @@ SUITES = (
         "engine tests and other systems' scripts on the simulated accelerator",
         device="sim",
         environment={"OMP_NUM_THREADS": "1"},
-        without_slow=("--without-schedule", NPU_SCHEDULE, "-m", "not one_schedule"),
+        without_slow=(
+            *("--without-schedule", NPU_SCHEDULE, "--random-in-turn"),
+            *("-m", "not one_schedule"),
+        ),
     ),
     # Nothing that memswap does may depend on the device's name: torch_npu registers for the same
     # dispatch key under another one.
