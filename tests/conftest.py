@@ -100,6 +100,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         marked = item.get_closest_marker  # keywords have the names of folders as well
         if marked("slow") and not config.getoption("--slow"):
             item.add_marker(pytest.mark.skip(reason="slow: runs with --slow (make test-all)"))
+        if marked("slow_on_cpus") and device == "cpu" and not config.getoption("--slow"):
+            item.add_marker(pytest.mark.skip(reason="slow here: runs with --slow (make test-all)"))
         if marked("slow_on_accelerators") and device != "cpu" and not config.getoption("--slow"):
             item.add_marker(pytest.mark.skip(reason="slow here: runs with --slow (make test-all)"))
         if marked("cpu_only") and device != "cpu":

@@ -33,16 +33,21 @@ DEPTHS = dict.fromkeys(LAYERS, 10) | dict.fromkeys(WHOLE, 3)
 
 
 def ways(hows: tuple[str, ...]) -> list[Any]:
-    """What is compiled by what, before it is managed or after: on a CPU all combinations.
+    """What is compiled by what, before it is managed or after.
 
-    Guards and graphs are the same on an accelerator: each way to compile is there with one of both.
+    Guards and graphs are the same on all devices: each way to compile runs on a CPU with one of
+    both, and on an accelerator with the other. All run everywhere with --slow.
     """
     return [
         pytest.param(
             how,
             first,
             id=f"{how}-{'before' if first else 'after'} manage",
-            marks=() if first == (number % 2 == 0) else pytest.mark.slow_on_accelerators,
+            marks=(
+                pytest.mark.slow_on_cpus
+                if first == (number % 2 == 0)
+                else pytest.mark.slow_on_accelerators
+            ),
         )
         for number, how in enumerate(hows)
         for first in (True, False)
