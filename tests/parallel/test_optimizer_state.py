@@ -78,7 +78,7 @@ def test_sharded_state_is_away_between_steps(rank: Rank, name: str, by: str) -> 
     ours, plain = new_net(rank, by), new_net(rank, by)
     managed, untouched = MAKERS[name](ours.parameters()), MAKERS[name](plain.parameters())
     manager = manage(managed)
-    for number in range(20):
+    for number in range(8):
         step(ours, managed, rank, number)
         step(plain, untouched, rank, number)
     assert manager.statistics().chunks > 1
