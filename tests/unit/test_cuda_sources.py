@@ -10,45 +10,74 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
+from typing import NamedTuple
 
 import pytest
 from emulators import BUILD
 
 ROOT = Path(__file__).resolve().parents[2]
-TARGETS = {"memswap_delay": "libmemswap_delay.so"}
 
 
-@pytest.fixture(scope="module")
-def build(tmp_path_factory: pytest.TempPathFactory) -> Path:
+class Target(NamedTuple):
+    """One of CMakeLists.txt."""
+
+    source: Path
+    library: str
+
+
+TARGETS = {"memswap_delay": Target(ROOT / "tests" / "gpu" / "delay.cu", "libmemswap_delay.so")}
+
+
+def kept(name: str, sources: list[Path], make: Callable[[], str]) -> str:
+    """What nvcc says. It takes half a minute: kept beside the build, and asked for anew when a
+    source, a flag or nvcc is another one."""
     if shutil.which("nvcc") is None:
         pytest.skip("nvcc is not on PATH, so CUDA sources cannot be compiled")
+    digest = hashlib.sha256()
+    version = subprocess.run(["nvcc", "--version"], capture_output=True, check=True).stdout
+    ours = ("NVCC_", "CUDA", "MEMSWAP_CUDA")
+    flags = [one for one in os.environ.items() if one[0].startswith(ours)]
+    digest.update(repr((version, sorted(flags))).encode())
+    for path in sources:
+        digest.update(repr((path.relative_to(ROOT).as_posix(), path.read_bytes())).encode())
+    file = BUILD / "cuda_resources" / f"{name}-{digest.hexdigest()}.txt"
+    if not file.exists():
+        said = make()
+        file.parent.mkdir(parents=True, exist_ok=True)
+        written = file.with_suffix(f".{os.getpid()}")
+        written.write_text(said, encoding="utf-8")
+        written.replace(file)
+    return file.read_text(encoding="utf-8")
+
+
+def compile_target(target: str, folder: Path) -> str:
+    """What the build of a target says."""
     if shutil.which("cmake") is None:
         pytest.skip("cmake is not on PATH")
-    folder = tmp_path_factory.mktemp("cuda")
     configure = ["cmake", f"-S{ROOT}", f"-B{folder}", f"-DPython_EXECUTABLE={sys.executable}"]
     subprocess.run([*configure, "-DMEMSWAP_CUDA=ON"], check=True, capture_output=True)
-    return folder
+    build = ["cmake", "--build", str(folder), "--target", target]
+    done = subprocess.run(build, capture_output=True, text=True, check=False)
+    said = done.stdout + done.stderr
+    assert done.returncode == 0, said
+    assert (folder / TARGETS[target].library).exists()
+    return said
 
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_cuda_sources_compile_for_every_architecture_without_spills(
-    build: Path, target: str
+    tmp_path: Path, target: str
 ) -> None:
-    done = subprocess.run(
-        ["cmake", "--build", str(build), "--target", target],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    said = done.stdout + done.stderr
-    assert done.returncode == 0, said
+    lists = [ROOT / "CMakeLists.txt", *sorted((ROOT / "third_party").glob("*.cmake"))]
+    lists += [ROOT / "kernels" / "CMakeLists.txt", *(ROOT / "kernels").glob("*/CMakeLists.txt")]
+    said = kept(target, [*lists, TARGETS[target].source], lambda: compile_target(target, tmp_path))
     for architecture in ("sm_80", "sm_90"):
         assert f"for '{architecture}'" in said, f"nothing was compiled for {architecture}:\n{said}"
     spills = [int(found) for found in re.findall(r"(\d+) bytes spill", said)]
     assert spills and not any(spills), f"registers are spilled:\n{said}"
-    assert (build / TARGETS[target]).exists()
 
 
 def test_every_cuda_source_belongs_to_a_target() -> None:
@@ -64,23 +93,12 @@ def test_every_cuda_source_belongs_to_a_target() -> None:
 
 
 def measured(resources: ModuleType, architecture: str) -> dict[str, dict[str, dict[str, int]]]:
-    """What nvcc makes of the kernels. It takes half a minute: kept beside the build, and asked for
-    anew when a source, a flag or nvcc is another one."""
-    digest = hashlib.sha256()
-    version = subprocess.run(["nvcc", "--version"], capture_output=True, check=True).stdout
-    flags = [f"{name}={value}" for name, value in os.environ.items() if name.startswith("NVCC_")]
-    digest.update(repr((version, sorted(flags))).encode())
+    """What nvcc makes of the kernels."""
     kernels = ROOT / "kernels"
-    for path in sorted([*(kernels / "cuda").iterdir(), *(kernels / "include").rglob("*")]):
-        if path.is_file() and path.suffix != ".json":
-            digest.update(repr((path.relative_to(kernels).as_posix(), path.read_bytes())).encode())
-    kept = BUILD / "cuda_resources" / f"{architecture}-{digest.hexdigest()}.json"
-    if not kept.exists():
-        kept.parent.mkdir(parents=True, exist_ok=True)
-        written = kept.with_suffix(f".{os.getpid()}")
-        written.write_text(json.dumps(resources.measure((architecture,))), encoding="utf-8")
-        written.replace(kept)
-    return json.loads(kept.read_text(encoding="utf-8"))
+    every = sorted([*(kernels / "cuda").iterdir(), *(kernels / "include").rglob("*")])
+    sources = [path for path in every if path.is_file() and path.suffix != ".json"]
+    said = kept(architecture, sources, lambda: json.dumps(resources.measure((architecture,))))
+    return json.loads(said)
 
 
 @pytest.mark.timeout(900)
@@ -95,8 +113,6 @@ def measured(resources: ModuleType, architecture: str) -> dict[str, dict[str, di
 def test_codec_kernels_take_no_more_registers_and_instructions_than_they_did(
     architecture: str,
 ) -> None:
-    if shutil.which("nvcc") is None:
-        pytest.skip("nvcc is not on PATH, so CUDA sources cannot be compiled")
     path = ROOT / "kernels/cuda/resources.py"
     spec = importlib.util.spec_from_file_location("resources", path)
     assert spec is not None and spec.loader is not None
