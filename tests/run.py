@@ -36,7 +36,8 @@ class Suite:
 
 #: The tests of the engine run under this schedule with the device's name npu, and under the others
 #: with the name sim: of the random ones under one, whose seed the test's name chooses. Tests marked
-#: `one_schedule` run with the name npu. With --slow both names have all schedules.
+#: `one_schedule` run with the name npu, and those of tests/race that break an edge run under all
+#: schedules of their own. With --slow both names have all schedules.
 NPU_SCHEDULE = "lazy"
 
 SUITES = (
@@ -75,6 +76,7 @@ SUITES = (
         "the race laboratory",
         device="sim",
         environment={"OMP_NUM_THREADS": "1"},
+        without_slow=("--random-in-turn",),
     ),
     Suite("simdev", ("tests/simdev/tests",), "tests of the simulated accelerator itself"),
     Suite(
