@@ -100,12 +100,12 @@ SUITES = (
 PROCESSES = (
     ("unit",),
     ("cpu",),
-    ("parallel",),
     ("sim",),
-    ("kernels", "fuzz"),
+    ("parallel",),
     ("race",),
-    ("cpp",),
     ("npu",),
+    ("kernels", "fuzz"),
+    ("cpp",),
     ("compat",),
     ("simdev",),
 )

@@ -25,10 +25,13 @@ from sharding import (
     train_replicated,
 )
 
-LATE = pytest.mark.parametrize("late", [False, True], ids=["async", "late"])
-
-
 SLOW = pytest.mark.slow
+
+#: The late communicator shows what waits for nothing; the real one is that of the tests beside
+#: `fully_shard`, of optimizers, recipes and pipelines.
+LATE = pytest.mark.parametrize(
+    "late", [pytest.param(False, marks=SLOW, id="async"), pytest.param(True, id="late")]
+)
 
 
 @distributed(2)
