@@ -189,12 +189,12 @@ def merged(found: Sequence[DataT], reductions: Mapping[str, Reduction]) -> DataT
 
 
 def if_known_by_all(reduction: Reduction) -> Reduction:
-    """The same; None where one of the ranks has None."""
+    """A reduction that answers None where one of the ranks has None."""
     return lambda found: None if any(one is None for one in found) else reduction(found)
 
 
 def place_by_place(reduction: Reduction) -> Reduction:
-    """The same of rows, for each place in them."""
+    """A reduction of rows of numbers, at each place by itself."""
     return lambda rows: tuple(map(reduction, zip(*rows, strict=True)))
 
 
