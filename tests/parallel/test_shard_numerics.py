@@ -27,8 +27,8 @@ from sharding import (
 
 SLOW = pytest.mark.slow
 
-#: The late communicator shows what waits for nothing; the real one is that of the tests beside
-#: `fully_shard`, of optimizers, recipes and pipelines.
+#: The late communicator shows what waits for nothing; the real one stands in the tests beside
+#: `fully_shard`, of optimizers, of recipes and of state.
 LATE = pytest.mark.parametrize(
     "late", [pytest.param(False, marks=SLOW, id="async"), pytest.param(True, id="late")]
 )
