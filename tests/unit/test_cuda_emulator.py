@@ -23,4 +23,6 @@ def program() -> Path:
 def test_kernels_keep_their_promises_on_the_emulator(
     emulator_runs: EmulatorRuns, program: Path, suite: str
 ) -> None:
-    emulator_runs.run_googletest(program, f"{suite}*:*/{suite}*")
+    # What breaks a barrier on purpose is caught in every run.
+    runs = EmulatorRuns(again=True) if suite == "Barriers" else emulator_runs
+    runs.run_googletest(program, f"{suite}*:*/{suite}*")
