@@ -245,7 +245,8 @@ py::object pack_plain(py::handle self, Scope& scope, py::handle object, SavedVie
   const bool persists = engine.persists(view) || (is_of_subclass(object.ptr(), tensor) &&
                                                   self.attr("is_frozen")(object).cast<bool>());
   if (const Reason reason = persists ? reasons::kParameter : why_fixed(view)) {
-    return kept_handle(object.ptr(), engine.keep(view, reason).known, scope.owner.ptr());
+    engine.keep(view, reason);
+    return kept_handle(object.ptr(), nullptr, scope.owner.ptr());
   }
   if (scope.pushed && may_be_filled_yet(object.ptr(), view)) {
     py::object later = self.attr("pack_later")(object, std::move(view));

@@ -17,7 +17,8 @@ struct Returning {
   TicketPtr arrival;
 };
 
-// An entry owns one while its storage is away; dropping it gives the memory back. The away forms
+// An entry owns one from its send on, also while the storage is back; dropping it gives the memory
+// back. The away forms
 // are a block of a pool (block_form.h), a part of a block (bucket.h), a frame, on the device or in
 // a pool (frame_form.h), and a recipe (recipe_form.h). Each stands in one file, with what puts a
 // storage into it; which storages have a recipe, recipes.h finds out.
@@ -31,7 +32,7 @@ class AwayForm {
   virtual ~AwayForm() = default;
 
   // Starts bringing the bytes back, into a new storage on the calling thread's current stream. The
-  // form stays what it is: it may be asked again. Throws c10::OutOfMemoryError.
+  // form stays what it is: it may be asked again. Throws c10::OutOfMemoryError and TransferError.
   virtual Returning bring() = 0;
   // The same for a look in passing (Source::look), which leaves whatever the form reads as it is.
   virtual Returning look() { return bring(); }

@@ -229,6 +229,8 @@ void Batch::launch_load(int64_t readings) {
         entry->fetch();
       } catch (const c10::OutOfMemoryError&) {
         return;  // whatever is missing is asked for again when it is demanded
+      } catch (const TransferError&) {
+        return;  // the same: there is no host memory on the way from a file
       }
       if (!entry->away()->can_fetch_ahead()) {
         const WithoutGil without_gil;

@@ -20,12 +20,20 @@ std::optional<Leaving> BlockSender::send(const StorageRefPtr& storage) {
   if (storage->storage.device().is_cpu()) {
     share_memory(*storage);
   }
-  const WithoutGil without_gil;
-  BlockPtr block = pool_->allocate(storage->storage.nbytes());
-  if (!block) {
+  BlockPtr block;
+  TicketPtr departure;
+  try {
+    const WithoutGil without_gil;
+    block = pool_->allocate(storage->storage.nbytes());
+    departure = block ? lane_->send(storage, block) : nullptr;
+  } catch (const TransferError& error) {  // no host memory on the way to a file
+    why_refused_ = error.what();
     return std::nullopt;
   }
-  TicketPtr departure = lane_->send(storage, block);
+  if (!block) {
+    why_refused_ = pool_->statistics().last_refusal;
+    return std::nullopt;
+  }
   return Leaving{std::make_shared<BlockForm>(lane_, std::move(block)), std::move(departure)};
 }
 

@@ -1,4 +1,5 @@
-// SWAP: raw bytes in a block of a pool.
+// SWAP: raw bytes in a block of a pool. Buckets and the state of optimizers leave by the same
+// class; tensors that are swapped in place (python/memswap/inplace.py) by the lane itself.
 #pragma once
 
 #include <memory>
@@ -40,12 +41,13 @@ class BlockSender {
   BlockSender(std::shared_ptr<Lane> lane, std::shared_ptr<Pool> pool)
       : lane_(std::move(lane)), pool_(std::move(pool)) {}
 
-  // Starts sending a storage. Nothing: the pool has no room, and nothing was started. The caller
-  // holds the GIL (memory_share.h), which is let go of while memory is asked for.
+  // Starts sending a storage. Nothing: there is no room for it, and nothing was started. The caller
+  // holds the GIL (memory_share.h), which is let go of while memory is asked for and the send
+  // begins.
   std::optional<Leaving> send(const StorageRefPtr& storage);
 
   // Why `send` last refused, in words for the user.
-  std::string why_refused() const { return pool_->statistics().last_refusal; }
+  const std::string& why_refused() const { return why_refused_; }
 
   const std::shared_ptr<Lane>& lane() const { return lane_; }
   const std::shared_ptr<Pool>& pool() const { return pool_; }
@@ -53,6 +55,7 @@ class BlockSender {
  private:
   const std::shared_ptr<Lane> lane_;
   const std::shared_ptr<Pool> pool_;
+  std::string why_refused_;
 };
 
 }  // namespace memswap

@@ -1,5 +1,7 @@
 #include "bucket.h"
 
+#include <c10/util/Exception.h>
+
 #include <tuple>
 
 #include "lane/gather.h"
@@ -50,9 +52,11 @@ std::optional<std::vector<Leaving>> send_together(BlockSender& sender,
                                                   const std::vector<StorageRefPtr>& storages) {
   StorageRefPtr gathered;
   std::vector<size_t> offsets;
-  {
+  try {
     const WithoutGil without_gil;
     std::tie(gathered, offsets) = sender.lane()->gather(storages);
+  } catch (const c10::OutOfMemoryError&) {
+    return std::nullopt;
   }
   std::optional<Leaving> sent = sender.send(gathered);
   if (!sent) {

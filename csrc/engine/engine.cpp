@@ -50,8 +50,8 @@ Engine::Engine(std::optional<int64_t> prefetch_bytes, Schedule schedule,
 
 Engine::~Engine() = default;
 
-// Brings back the storages that backward demands next, as far as there is memory: their own demands
-// will ask again.
+// Brings back the storages that backward demands next, as far as there is memory, on the device and
+// on the way from a file: their own demands will ask again.
 void Engine::look_ahead(const EntryPtr& entry) {
   const IterationPtr of = entry->iteration();
   if (windows) {
@@ -62,10 +62,27 @@ void Engine::look_ahead(const EntryPtr& entry) {
         next->fetch_ahead();
       }
     } catch (const c10::OutOfMemoryError&) {
+    } catch (const TransferError&) {
     }
   }
   of->at_peak.demanded(entry->index(), ledger.counters.most_lately());
 }
+
+namespace {
+
+// What `bring` gives, or the bytes are lost; also those of a recipe's source, which says so itself.
+template <class Bring>
+auto or_lost(Bring bring) {
+  try {
+    return bring();
+  } catch (const LostBytes&) {
+    throw;
+  } catch (const TransferError& error) {
+    throw LostBytes(std::string("a saved tensor cannot be brought back: ") + error.what());
+  }
+}
+
+}  // namespace
 
 StorageRefPtr Engine::demand(const EntryPtr& entry) {
   bool is_directed = false;
@@ -78,20 +95,16 @@ StorageRefPtr Engine::demand(const EntryPtr& entry) {
     if (is_directed) {
       before_demand(entry);
     }
-    storage = entry->bring();
+    storage = or_lost([&] { return entry->bring(); });
     arrival = entry->arrival();
     if (entry->iteration()) {
       look_ahead(entry);
     }
   }
   if (arrival) {
-    try {
-      const double waited_s = wait(*arrival);
-      const Locked locked(lock);
-      ledger.counters.exposed_wait_s += waited_s;
-    } catch (const TransferError& error) {
-      throw LostBytes(std::string("a saved tensor cannot be brought back: ") + error.what());
-    }
+    const double waited_s = or_lost([&] { return wait(*arrival); });
+    const Locked locked(lock);
+    ledger.counters.exposed_wait_s += waited_s;
   }
   tell_trial(*entry);
   if (is_directed) {

@@ -133,7 +133,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
     return view.of_leaf() || is_persistent(view.storage_key());
   }
 
-  // --- iterations (engine.cpp) ---
+  // --- iterations ---
 
   // The iteration that saves now.
   const IterationPtr& iteration() const { return iteration_; }
@@ -146,8 +146,6 @@ class Engine : public std::enable_shared_from_this<Engine> {
   SaveResult save(const Offer& offer);
   // A tensor stays, and nothing is known of its storage.
   SaveResult keep(const SavedView& view, std::string_view reason);
-  // A tensor stays for good, and its storage is known: once, however often it is saved.
-  SaveResult stay(const SavedView& view, std::string_view reason);
   // The entry of what the iteration admitted last, for a storage of that look.
   EntryPtr make_entry(const SavedView& view, const StorageRef& storage, bool for_recipe = false);
   // An entry's storage leaves as raw bytes in a block of the pool, unless there is a reason.
@@ -160,10 +158,8 @@ class Engine : public std::enable_shared_from_this<Engine> {
 
   // --- leaving in another way (leave.cpp). The caller holds the lock, and the GIL. ---
 
-  // An entry's storage leaves as the schedule has it, unless there is a reason: at once, or held
-  // until its batch is told to go.
-  Reason leave(const EntryPtr& entry, StorageRefPtr storage, LeaveOrder order);
-  // An entry's storage leaves at once, as ordered, unless there is a reason.
+  // An entry's storage leaves as ordered, unless there is a reason: now, or, as a frame under
+  // windows, once an operator runs that it fits beside.
   Reason send(const EntryPtr& entry, const StorageRefPtr& storage, const LeaveOrder& order);
   // The same as a frame. False: there was no room.
   bool encode(const EntryPtr& entry, const StorageRefPtr& storage, const LeaveOrder& order,
@@ -173,7 +169,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   // Takes in what encoders have reported by now, of each device in the order of their encodes.
   void learn();
 
-  // --- demand (engine.cpp). Neither takes the lock for the wait. ---
+  // --- demand (engine.cpp). Neither takes the lock to wait for an arrival. ---
 
   // The storage of an entry, ordered before what the caller does next. Throws LostBytes.
   StorageRefPtr demand(const EntryPtr& entry);
@@ -185,14 +181,9 @@ class Engine : public std::enable_shared_from_this<Engine> {
   // An entry was saved: the plan's storages that have to be gone by now are waited for, and the
   // iteration's recorder hears of it.
   void after_save(const EntryPtr& entry);
-  // Orders the caller behind the send of an iteration's storage, if it is leaving or waits to.
-  void release(Iteration& of, size_t index);
-  // The same, and behind its frame's way to a pool: for a caller who needs the room.
+  // Orders the caller behind the send of an iteration's storage, if it is leaving or waits to, and
+  // behind its frame's way to a pool: for a caller who needs the room.
   void make_room(Iteration& of, size_t index);
-  // Notices which storages are gone by now that were released while somebody still held them.
-  static void look_at_released(Iteration& of);
-  // Bytes are on the device at this moment of the plan, and so many more.
-  void note_peak(Iteration& of, int64_t more_bytes = 0) const;
 
   // The current iteration has just begun and follows a plan, as those that begin after it are to
   // ([Note: Asked when something changed] in streak.h).
@@ -232,14 +223,20 @@ class Engine : public std::enable_shared_from_this<Engine> {
   SaveResult look_up(const Offer& offer, const FoundRecipe& recipe);
   SaveResult save_again(const Offer& offer, const KnownPtr& known);
   SaveResult decide(const Offer& offer, FoundRecipe recipe);
-  // A new entry, which leaves unless the plan or the timeline has a reason why it stays.
+  // What is done with a new storage.
   struct Decision {
     Action action;
     bool directed = false;  // by a plan, or by whoever makes one
     bool learns = false;    // its recipe is tried, or told, whatever is done with it
     FoundRecipe recipe = nullptr;
   };
+  // A new entry, which leaves unless the plan or the timeline has a reason why it stays.
   SaveResult admit(const Offer& offer, const TransfersPtr& by, Decision decision);
+  // A tensor stays for good, and its storage is known: once, however often it is saved.
+  SaveResult stay(const SavedView& view, std::string_view reason);
+  // An entry's storage leaves as the schedule has it, unless there is a reason: by `send`, or held
+  // until its batch is told to go.
+  Reason leave(const EntryPtr& entry, StorageRefPtr storage, LeaveOrder order);
   Reason send_as(Action action, const Offer& offer, const TransfersPtr& by, const EntryPtr& entry,
                  const StorageRefPtr& storage);
   void note_save(const Entry& entry, bool stays);
@@ -256,6 +253,10 @@ class Engine : public std::enable_shared_from_this<Engine> {
     return windows != nullptr && sender.works_ahead();
   }
   void look_ahead(const EntryPtr& entry);
+  // Orders the caller behind the send of an iteration's storage, if it is leaving or waits to.
+  void release(Iteration& of, size_t index);
+  // The peak of an iteration counts what is resident now, and so many bytes more.
+  void note_peak(Iteration& of, int64_t more_bytes = 0) const;
   // Around a demand, where somebody directs. The second takes the lock.
   void before_demand(const EntryPtr& entry);
   void after_demand(const EntryPtr& entry);

@@ -131,8 +131,9 @@ void Entry::leave(Leaving leaving) {
 }
 
 // A send has failed: its ticket gives the storage back, and the user hears why, once.
-void Entry::stay(Ticket& departure) {
+void Entry::take_back(Ticket& departure) {
   move(State::kResident);
+  residence_->count_resident(true);
   storage_ = departure.kept_storage();
   Ledger& ledger = engine_->ledger;
   ledger.keep(away_->short_of(), nbytes());
@@ -149,8 +150,9 @@ bool Entry::sent() {
   if (!departure || !departure->done()) {
     return false;
   }
-  if (departure->failed()) {
-    stay(*departure);
+  const bool left = state() == State::kLeaving || state() == State::kAway;
+  if (left && departure->failed()) {
+    take_back(*departure);
   }
   return true;
 }
@@ -167,15 +169,19 @@ bool Entry::sent_safely(bool wait) {
       // noticed below
     }
   }
-  return sent() && state() == State::kLeaving;
+  return sent() && away_ != nullptr;
 }
 
 bool Entry::gone(bool wait) {
-  if (state() != State::kLeaving || !identity_->expired()) {
+  const bool left = state() == State::kLeaving || state() == State::kAway;
+  if (!left || !identity_->expired()) {
     return state() == State::kAway;
   }
   if (away_->frees_first() && !sent_safely(wait)) {
     return false;
+  }
+  if (state() == State::kAway) {  // it was let go of, or has gone before
+    return true;
   }
   require(residence_->go(), State::kAway);
   if (iteration_) {
@@ -195,8 +201,8 @@ int64_t Entry::returning_nbytes() {
 
 // It came back as this, behind that ticket.
 void Entry::take(Returning back) {
-  arrival_ = std::move(back.arrival);
   require(residence_->come_back(), State::kReturning);
+  arrival_ = std::move(back.arrival);
   forget_identity();
   identity_.emplace(*back.storage);
   storage_ = std::move(back.storage);

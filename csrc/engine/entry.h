@@ -39,8 +39,9 @@ struct EntryStateError : std::logic_error {
 };
 
 // Owned by its handles: when the last one dies, so do the entry, its away form and its storage,
-// whatever happened to the graph. Everything else refers to it weakly. The engine's lock serialises
-// the calls.
+// whatever happened to the graph. Everything else refers to it weakly. Where there is Python its
+// calls hold the GIL, and the engine's lock where they let go of it in between (lock.h); its end
+// holds the GIL alone.
 class Entry final : public Known, public std::enable_shared_from_this<Entry> {
  public:
   // How a storage leaves that waits until its batch is told to go: as ordered, or this recipe takes
@@ -85,11 +86,13 @@ class Entry final : public Known, public std::enable_shared_from_this<Entry> {
 
   // --- where it is ---
 
-  // The storage, where the entry itself holds it: it waits to leave, or has come back.
+  // The storage, where the entry itself holds it: it waits to leave, could not be sent, was
+  // retained, or is demanded.
   const StorageRefPtr& storage() const { return storage_; }
   // Whether the storage is one that memswap made.
   bool fetched() const { return fetched_; }
-  // Whether the storage has left, or waits to: then the entry holds it.
+  // Whether the storage has left, or its handles hold it by the entry all the same: it waits to
+  // leave, or could not be sent.
   bool moves() const { return away_ || storage_; }
   // Whether the storage has left, or is leaving, as far as its owner is concerned.
   bool is_away() const { return away_ && !storage_; }
@@ -119,7 +122,7 @@ class Entry final : public Known, public std::enable_shared_from_this<Entry> {
   // Notices whether a leaving storage really went away. What was gathered is gone before its bytes
   // are anywhere else for sure; `wait` waits for that, instead of saying no.
   bool gone(bool wait);
-  // Whether it is leaving and somebody holds it still.
+  // Whether it is leaving and has not gone: somebody holds it, or its bytes are not elsewhere yet.
   bool lingers();
   // Orders the caller behind a frame's way to a pool, so that the frame is off the device. Other
   // forms have nothing to wait for.
@@ -131,13 +134,15 @@ class Entry final : public Known, public std::enable_shared_from_this<Entry> {
 
   // --- it comes back ---
 
-  // Starts bringing the bytes back into a storage of memswap's own. Throws c10::OutOfMemoryError.
+  // Starts bringing the bytes back into a storage of memswap's own. Throws c10::OutOfMemoryError
+  // and TransferError.
   void fetch();
   // Fetches a storage that is away, if its form can be fetched ahead of a demand. Whether that was
   // done.
   bool fetch_ahead();
   // The storage: the one that is still there, the one that was fetched, or else a fetch now, which
-  // counts as a stall. The caller waits for `arrival` before it reads.
+  // counts as a stall unless a recipe runs. The caller waits for `arrival`, if there is one, before
+  // it reads. Throws c10::OutOfMemoryError and TransferError.
   StorageRefPtr bring();
   // Bytes that come to the device when it starts back, its frame's included; 0: it is not away.
   int64_t returning_nbytes();
@@ -160,7 +165,7 @@ class Entry final : public Known, public std::enable_shared_from_this<Entry> {
   void require(bool legal_step, State to) const;
   void move(State to);
   void forget_identity();
-  void stay(Ticket& departure);
+  void take_back(Ticket& departure);
   void take(Returning back);
   bool sent_safely(bool wait);
   bool hold_what_is_there();
@@ -203,6 +208,10 @@ struct EditedInPlace : std::runtime_error {
 // and its end.
 class SavedTensor {
  public:
+  // A copy would be a save that nobody counts.
+  SavedTensor(SavedTensor&&) = default;
+  SavedTensor& operator=(SavedTensor&&) = default;
+
   // The storage leaves, or has left.
   static SavedTensor moved(EntryPtr entry, SavedView&& view);
   // The tensor stays. `tensor`: without the graph that made it. `version`: of what was saved.
@@ -221,14 +230,14 @@ class SavedTensor {
 
  private:
   SavedTensor(EntryPtr entry, SavedView&& view)
-      : known_(std::move(entry)), view_(std::move(view)) {}
+      : view_(std::move(view)), known_(std::move(entry)) {}
   SavedTensor(at::Tensor tensor, uint32_t version, KnownPtr known)
-      : known_(std::move(known)), tensor_(std::move(tensor)), version_(version) {}
+      : tensor_(std::move(tensor)), version_(version), known_(std::move(known)) {}
 
-  KnownPtr known_;
   std::optional<SavedView> view_;
   at::Tensor tensor_;
   uint32_t version_ = 0;
+  KnownPtr known_;  // ends first: once the tensor has, another storage may have its address
 };
 
 // A tensor as it waits where it stays: a leaf is kept itself, as autograd would, since whoever

@@ -46,20 +46,6 @@ void Engine::note_peak(Iteration& of, int64_t more_bytes) const {
   of.peak_bytes = std::max(of.peak_bytes, ledger.counters.resident_bytes + more_bytes);
 }
 
-void Engine::look_at_released(Iteration& of) {
-  if (of.released.empty()) {
-    return;
-  }
-  std::vector<size_t> looked_at;
-  looked_at.swap(of.released);
-  for (const size_t index : looked_at) {
-    const EntryPtr entry = of.entry(index);
-    if (entry && entry->lingers()) {
-      of.released.push_back(index);
-    }
-  }
-}
-
 void Engine::release(Iteration& of, size_t index) {
   const EntryPtr entry = of.entry(index);
   if (!entry) {
@@ -134,7 +120,7 @@ std::optional<SaveResult> Engine::follow_plan(const Offer& offer, FoundRecipe& r
   departing.notice_some();
   learn();
   recomputed_.sweep();
-  look_at_released(*of);
+  of->look_at_released();
   ++offer.scope.ordinal;
   if (*place->action == Action::kRecompute) {
     recipe = recipe_of(offer, is_next ? 0 : kMostExtra, /*leaves=*/true);
@@ -183,7 +169,7 @@ void Engine::before_demand(const EntryPtr& entry) {
     of->begin_backward(ledger.counters.away_bytes);
   }
   if (of->plan) {
-    look_at_released(*of);  // what the forward held to its end has gone by now
+    of->look_at_released();  // what the forward held to its end has gone by now
   }
   if (of->recorder) {
     of->recorder->demanding(*entry);

@@ -75,6 +75,20 @@ std::optional<int64_t> Iteration::frame_held_at_peak(size_t index) const {
   return found == forecast_->held_at_peak.end() ? std::nullopt : std::optional(found->second);
 }
 
+void Iteration::look_at_released() {
+  if (released.empty()) {
+    return;
+  }
+  std::vector<size_t> looked_at;
+  looked_at.swap(released);
+  for (const size_t index : looked_at) {
+    const EntryPtr of = entry(index);
+    if (of && of->lingers()) {
+      released.push_back(index);
+    }
+  }
+}
+
 void Iteration::look_at_held() {
   const std::vector<size_t> held = at_peak.held();
   for (const size_t index : held) {

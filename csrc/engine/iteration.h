@@ -128,6 +128,8 @@ class Iteration : public std::enable_shared_from_this<Iteration> {
   // Resident bytes that what starts back stays below, whatever was planned; 0: as many as come.
   int64_t limit_bytes = 0;
   std::vector<size_t> released;  // by the plan, and still held by somebody then
+  // Notices which of these are gone by now.
+  void look_at_released();
   // Bytes that the plan has for the frame of a storage; nothing: as many as it needs.
   std::optional<int64_t> frame_nbytes(size_t index) const;
 

@@ -191,7 +191,7 @@ SaveResult Engine::decide(const Offer& offer, FoundRecipe recipe) {
   }
   departing.notice_some();
   iteration_->look_at_held();
-  look_at_released(*iteration_);
+  iteration_->look_at_released();
   learn();
   ++offer.scope.ordinal;
   Action wanted = action ? *action : default_action(*by);

@@ -144,6 +144,8 @@ bool Windows::fetch(const EntryPtr& entry) {
     fetched = entry->fetch_ahead();
   } catch (const c10::OutOfMemoryError&) {
     return false;  // the demand itself will ask again, when there may be room
+  } catch (const TransferError&) {
+    return false;  // the same: there is no host memory on the way from a file
   }
   if (fetched) {
     notice(entry->away()->sent_by(), entry->nbytes(), false);

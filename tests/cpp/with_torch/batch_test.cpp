@@ -11,6 +11,7 @@
 #include <utility>
 #include <vector>
 
+#include "lane/lane_around.h"
 #include "lane/worker_lane.h"
 #include "pool/host_slabs.h"
 #include "pool/pool.h"
@@ -29,6 +30,12 @@ at::Tensor filled(uint8_t value, int64_t nbytes = kBytes) {
 
 class Batches : public ::testing::Test {
  protected:
+  static EnginePtr engine_by(std::shared_ptr<BlockSender> sender) {
+    return testing::hosted_engine(testing::transfers_by(std::move(sender)), /*prefetch_bytes=*/0,
+                                  Schedule::kBatches)
+        .engine;
+  }
+
   BatchPtr begin() {
     return std::make_shared<Batch>(engine, "layer", std::make_shared<Iteration>(nullptr, 0));
   }
@@ -57,9 +64,7 @@ class Batches : public ::testing::Test {
       PoolOptions{.slab_bytes = 1 << 20, .alignment = 512});
   std::shared_ptr<BlockSender> sender =
       std::make_shared<BlockSender>(std::make_shared<WorkerLane>(2, 1 << 20), pool);
-  EnginePtr engine = testing::hosted_engine(testing::transfers_by(sender), /*prefetch_bytes=*/0,
-                                            Schedule::kBatches)
-                         .engine;
+  EnginePtr engine = engine_by(sender);
   HookScope scope{.unit = "unit", .covered = true};
 };
 
@@ -198,6 +203,76 @@ TEST_F(Batches, WhatFindsNoRoomStaysAndIsCounted) {
   EXPECT_EQ(entry->state(), State::kResident);
   EXPECT_EQ(engine->ledger.kept().at("pool").tensors, 1);
   EXPECT_TRUE(demands(*batch, entry, 8));
+}
+
+// A device without memory for what is gathered.
+class NoRoomToGather final : public LaneAround {
+ public:
+  using LaneAround::LaneAround;
+  std::pair<StorageRefPtr, std::vector<size_t>> gather(const std::vector<StorageRefPtr>&) override {
+    TORCH_CHECK_WITH(OutOfMemoryError, false, "the device is full");
+  }
+};
+
+TEST_F(Batches, WhatCannotBeGatheredIsSentOneByOne) {
+  sender = std::make_shared<BlockSender>(
+      std::make_shared<NoRoomToGather>(std::make_shared<WorkerLane>(2, 1 << 20)), pool);
+  engine = engine_by(sender);
+  const BatchPtr batch = begin();
+  const std::vector<EntryPtr> entries = {save(*batch, filled(1)), save(*batch, filled(2))};
+  batch->launch_offload();
+  batch->wait_offload();
+  EXPECT_EQ(engine->ledger.counters.moved_storages, 2);
+  EXPECT_EQ(entries[0]->state(), State::kAway);
+  EXPECT_TRUE(demands(*batch, entries[0], 1));
+  EXPECT_TRUE(demands(*batch, entries[1], 2));
+}
+
+// A disk that fails when it is told to: until then its sends are on their way.
+class LateFailure final : public LaneAround {
+ public:
+  struct Failing final : Ticket {
+    Failing(StorageRefPtr sent, const bool& fails) : storage(std::move(sent)), fails(fails) {}
+    void wait() override { throw TransferError("no space"); }
+    bool done() override { return fails; }
+    bool failed() override { return fails; }
+    std::shared_ptr<StorageRef> kept_storage() override { return storage; }
+    void synchronize() override { wait(); }
+
+    StorageRefPtr storage;
+    const bool& fails;
+  };
+
+  using LaneAround::LaneAround;
+  TicketPtr send(StorageRefPtr storage, BlockPtr, ByteRange, Tickets) override {
+    return std::make_shared<Failing>(std::move(storage), fails);
+  }
+
+  bool fails = false;
+};
+
+// What was loaded before it had gone, and told to leave again, is away; its bytes are still with
+// the send, which then fails.
+TEST_F(Batches, ABucketThatFailedAfterItWasLoadedIsGivenBack) {
+  const auto lane = std::make_shared<LateFailure>(std::make_shared<WorkerLane>(2, 1 << 20));
+  sender = std::make_shared<BlockSender>(lane, pool);
+  engine = engine_by(sender);
+  const BatchPtr batch = begin();
+  at::Tensor first = filled(1), second = filled(2);
+  const std::vector<EntryPtr> entries = {save(*batch, first), save(*batch, second)};
+  batch->launch_offload();
+  batch->launch_load();
+  batch->launch_offload();
+  EXPECT_EQ(entries[0]->state(), State::kAway);
+  first.reset();
+  second.reset();
+  EXPECT_FALSE(entries[0]->gone(/*wait=*/false)) << "its bytes are nowhere else yet";
+  lane->fails = true;
+  EXPECT_TRUE(demands(*batch, entries[0], 1));
+  EXPECT_TRUE(demands(*batch, entries[1], 2));
+  EXPECT_EQ(engine->ledger.kept().at("pool").tensors, 2);
+  EXPECT_EQ(engine->ledger.counters.away_bytes, 0);
+  EXPECT_EQ(engine->ledger.counters.resident_bytes, 2 * kBytes);
 }
 
 TEST_F(Batches, ThreadsMoveBatchesOfOneEngine) {

@@ -13,6 +13,7 @@
 #include <utility>
 #include <vector>
 
+#include "lane/lane_around.h"
 #include "lane/worker_lane.h"
 #include "pool/host_slabs.h"
 #include "pool/pool.h"
@@ -134,6 +135,50 @@ TEST_F(Engines, WithoutRoomATensorStaysAndThatIsToldOnce) {
   EXPECT_EQ(engine->ledger.kept().at("pool").tensors, 3);
   ASSERT_EQ(told.size(), 1u);
   EXPECT_NE(told[0].find("stays on cpu"), std::string::npos) << told[0];
+}
+
+// A lane to a file, without host memory on the way there or back.
+class NoStaging final : public LaneAround {
+ public:
+  using LaneAround::LaneAround;
+  TicketPtr send(StorageRefPtr storage, BlockPtr block, ByteRange range, Tickets after) override {
+    return sends ? LaneAround::send(std::move(storage), std::move(block), range, std::move(after))
+                 : throw TransferError("no host memory for a send");
+  }
+  std::pair<StorageRefPtr, TicketPtr> fetch(BlockPtr block, Tickets after) override {
+    return fetches > 0 && fetches-- > 0 ? LaneAround::fetch(std::move(block), std::move(after))
+                                        : throw TransferError("no host memory for a fetch");
+  }
+
+  bool sends = true;
+  int fetches = 0;
+};
+
+TEST_F(Engines, WithoutMemoryOnTheWayToAFileATensorStays) {
+  const auto lane = std::make_shared<NoStaging>(this->lane);
+  lane->sends = false;
+  host.transfers = testing::transfers_by(std::make_shared<BlockSender>(lane, pool));
+  EXPECT_FALSE(save(saved_bytes(1)).saved.moves);
+  EXPECT_EQ(engine->ledger.kept().at("pool").tensors, 1);
+  ASSERT_EQ(told.size(), 1u);
+  EXPECT_NE(told[0].find("no host memory for a send"), std::string::npos) << told[0];
+}
+
+TEST_F(Engines, WithoutMemoryOnTheWayBackOnlyWhatIsDemandedIsLost) {
+  const auto lane = std::make_shared<NoStaging>(this->lane);
+  engine->timeline.prefetch_bytes = 8 * kSavedBytes;
+  begin_iteration();
+  host.transfers = testing::transfers_by(std::make_shared<BlockSender>(lane, pool));
+  const Handle first = save(saved_bytes(1)), last = save(saved_bytes(2));
+  for (const Handle& handle : {first, last}) {
+    while (!handle.entry()->gone(/*wait=*/true)) {
+    }
+  }
+  lane->fetches = 1;
+  EXPECT_TRUE(demands(last, 2)) << "what comes next did not find room, and is asked for again";
+  EXPECT_THROW(demands(first, 1), LostBytes);
+  lane->fetches = 1;
+  EXPECT_TRUE(demands(first, 1));
 }
 
 TEST_F(Engines, AFunctionOfTheUsersIsAskedUnlessWhoSavesHasAnAction) {

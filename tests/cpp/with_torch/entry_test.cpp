@@ -149,6 +149,7 @@ TEST_F(Entries, ASendThatFailedGivesTheStorageBack) {
   EXPECT_EQ(departing.size(), 0u) << "it departs no more";
   EXPECT_EQ(entry->state(), State::kResident);
   EXPECT_EQ(entry->away(), nullptr);
+  EXPECT_TRUE(entry->sent()) << "asked again, it only says so";
   ASSERT_NE(entry->storage(), nullptr);
   EXPECT_EQ(entry->storage()->storage.unsafeGetStorageImpl(), look_at(tensor).storage_key());
   EXPECT_EQ(ledger.counters.away_bytes, 0);
