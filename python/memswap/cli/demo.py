@@ -34,7 +34,7 @@ POLICIES = ("auto", *(action.value for action in memswap.Action))
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the demo's options."""
     add_model_arguments(parser)
-    parser.add_argument("--steps", type=whole(1), default=10, help="of training")
+    parser.add_argument("--steps", type=whole(1), default=16, help="of training")
     parser.add_argument(
         "--policy",
         choices=POLICIES,
