@@ -21,7 +21,6 @@ inline constexpr std::tuple kMembers<Recipes::Learnt>{
 template <>
 inline constexpr std::tuple kMembers<BatchLimits>{&BatchLimits::small_bytes,
                                                   &BatchLimits::bucket_bytes};
-
 template <>
 inline constexpr std::tuple kMembers<PolicyTable>{&PolicyTable::min_bytes, &PolicyTable::action,
                                                   &PolicyTable::asks, &PolicyTable::recipes};

@@ -18,10 +18,9 @@ struct Returning {
 };
 
 // An entry owns one from its send on, also while the storage is back; dropping it gives the memory
-// back. The away forms
-// are a block of a pool (block_form.h), a part of a block (bucket.h), a frame, on the device or in
-// a pool (frame_form.h), and a recipe (recipe_form.h). Each stands in one file, with what puts a
-// storage into it; which storages have a recipe, recipes.h finds out.
+// back. The away forms are a block of a pool (block_form.h), a part of a block (bucket.h), a frame,
+// on the device or in a pool (frame_form.h), and a recipe (recipe_form.h). Each stands in one file,
+// with what puts a storage into it; which storages have a recipe, recipes.h finds out.
 //
 // Whoever owns the entry serialises the calls.
 class AwayForm {

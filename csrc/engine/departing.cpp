@@ -34,9 +34,7 @@ EntryList::~EntryList() {
 }
 
 void EntryList::append(Entry* entry) {
-  if (entry->place_in_list_.list != nullptr) {
-    entry->place_in_list_.list->remove(entry);
-  }
+  leave(entry);
   ListPlace& place = entry->place_in_list_;
   place = {this, last_, nullptr};
   (last_ == nullptr ? first_ : last_->place_in_list_.after) = entry;
@@ -50,6 +48,12 @@ void EntryList::remove(Entry* entry) {
   (place.after == nullptr ? last_ : place.after->place_in_list_.before) = place.before;
   place = {};
   --size_;
+}
+
+void EntryList::leave(Entry* entry) {
+  if (EntryList* const list = entry->place_in_list_.list) {
+    list->remove(entry);
+  }
 }
 
 // To ask an entry may warn the user and let other threads run: what that leaves of the lists is

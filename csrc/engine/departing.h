@@ -21,6 +21,8 @@ class EntryList {
   size_t size() const { return size_; }
   void append(Entry* entry);
   void remove(Entry* entry);
+  // Takes an entry out of the list that it is in, if it is in one.
+  static void leave(Entry* entry);
 
  private:
   Entry* first_ = nullptr;

@@ -19,6 +19,18 @@ double wait(Ticket& ticket) {
   return std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
 }
 
+// What `bring` gives, or the bytes are lost; also those of a recipe's source, which says so itself.
+template <class Bring>
+auto or_lost(Bring bring) {
+  try {
+    return bring();
+  } catch (const LostBytes&) {
+    throw;
+  } catch (const TransferError& error) {
+    throw LostBytes(std::string("a saved tensor cannot be brought back: ") + error.what());
+  }
+}
+
 // Bytes of the device that a storage's frame takes, or would if it was not held at the peak.
 int64_t waited_nbytes(const Entry& entry) {
   if (const AwayFormPtr away = entry.away()) {
@@ -67,22 +79,6 @@ void Engine::look_ahead(const EntryPtr& entry) {
   }
   of->at_peak.demanded(entry->index(), ledger.counters.most_lately());
 }
-
-namespace {
-
-// What `bring` gives, or the bytes are lost; also those of a recipe's source, which says so itself.
-template <class Bring>
-auto or_lost(Bring bring) {
-  try {
-    return bring();
-  } catch (const LostBytes&) {
-    throw;
-  } catch (const TransferError& error) {
-    throw LostBytes(std::string("a saved tensor cannot be brought back: ") + error.what());
-  }
-}
-
-}  // namespace
 
 StorageRefPtr Engine::demand(const EntryPtr& entry) {
   bool is_directed = false;
@@ -137,8 +133,6 @@ void Engine::demand_kept(const EntryPtr& entry) {
     after_demand(entry);
   }
 }
-
-void Engine::set_recipes(std::shared_ptr<Recipes> recipes) { recipes_ = std::move(recipes); }
 
 void Engine::set_persistent(const std::vector<at::Tensor>& tensors) {
   persistent_.clear();

@@ -109,7 +109,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   Engine(const Engine&) = delete;
   Engine& operator=(const Engine&) = delete;
 
-  // --- what it is told (engine.cpp) ---
+  // --- what it is told ---
 
   const PolicyTable& policy() const { return policy_; }
   void set_policy(const PolicyTable& policy) { policy_ = policy; }
@@ -122,7 +122,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   void set_plans_sources(bool plans) { plans_sources_ = plans; }
   // What is known of operators; nullptr: nothing is recomputed.
   const std::shared_ptr<Recipes>& recipes() const { return recipes_; }
-  void set_recipes(std::shared_ptr<Recipes> recipes);
+  void set_recipes(std::shared_ptr<Recipes> recipes) { recipes_ = std::move(recipes); }
   // Storages of parameters and buffers, instead of those that were named before.
   void set_persistent(const std::vector<at::Tensor>& tensors);
   bool has_persistent() const { return !persistent_.empty(); }

@@ -58,9 +58,7 @@ EntryPtr Entry::make(EnginePtr engine, const SavedView& view, const StorageRef& 
 // take hold of an entry that is dying.
 Entry::~Entry() {
   forget_identity();
-  if (place_in_list_.list != nullptr) {
-    place_in_list_.list->remove(this);
-  }
+  EntryList::leave(this);
   residence_.reset();
   abandon(departure_);
   abandon(arrival_);

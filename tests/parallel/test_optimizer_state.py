@@ -74,11 +74,12 @@ BY = {
         for by in ("fully_shard", "shard")
     ],
 )
-def test_sharded_state_is_away_between_steps(rank: Rank, name: str, by: str) -> None:
+@pytest.mark.parametrize("steps", [8, pytest.param(20, marks=pytest.mark.slow)])
+def test_sharded_state_is_away_between_steps(rank: Rank, name: str, by: str, steps: int) -> None:
     ours, plain = new_net(rank, by), new_net(rank, by)
     managed, untouched = MAKERS[name](ours.parameters()), MAKERS[name](plain.parameters())
     manager = manage(managed)
-    for number in range(8):
+    for number in range(steps):
         step(ours, managed, rank, number)
         step(plain, untouched, rank, number)
     assert manager.statistics().chunks > 1

@@ -59,10 +59,7 @@ class EmulatorRuns:
             return subprocess.CompletedProcess(words, 0, kept.read_text(encoding="utf-8"), "")
         done = run_program(words, settings)
         if done.returncode == 0:
-            kept.parent.mkdir(parents=True, exist_ok=True)
-            written = kept.with_suffix(f".{os.getpid()}")
-            written.write_text(done.stdout, encoding="utf-8")
-            written.replace(kept)
+            keep(kept, done.stdout)
         return done
 
     def run_googletest(
@@ -75,6 +72,14 @@ class EmulatorRuns:
 @pytest.fixture
 def emulator_runs(request: pytest.FixtureRequest) -> EmulatorRuns:
     return EmulatorRuns(again=request.config.getoption("--slow"))
+
+
+def keep(file: Path, said: str) -> None:
+    """Write down what a program said, at once for whoever reads it beside."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    written = file.with_suffix(f".{os.getpid()}")
+    written.write_text(said, encoding="utf-8")
+    written.replace(file)
 
 
 def googletest(names: str) -> tuple[str, str]:

@@ -16,9 +16,7 @@ from types import ModuleType
 from typing import NamedTuple
 
 import pytest
-from emulators import BUILD
-
-ROOT = Path(__file__).resolve().parents[2]
+from emulators import BUILD, ROOT, keep
 
 
 class Target(NamedTuple):
@@ -45,11 +43,7 @@ def kept(name: str, sources: list[Path], make: Callable[[], str]) -> str:
         digest.update(repr((path.relative_to(ROOT).as_posix(), path.read_bytes())).encode())
     file = BUILD / "cuda_resources" / f"{name}-{digest.hexdigest()}.txt"
     if not file.exists():
-        said = make()
-        file.parent.mkdir(parents=True, exist_ok=True)
-        written = file.with_suffix(f".{os.getpid()}")
-        written.write_text(said, encoding="utf-8")
-        written.replace(file)
+        keep(file, make())
     return file.read_text(encoding="utf-8")
 
 

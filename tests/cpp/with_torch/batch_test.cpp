@@ -11,6 +11,7 @@
 #include <utility>
 #include <vector>
 
+#include "failing_lane.h"
 #include "lane/lane_around.h"
 #include "lane/worker_lane.h"
 #include "pool/host_slabs.h"
@@ -228,33 +229,12 @@ TEST_F(Batches, WhatCannotBeGatheredIsSentOneByOne) {
   EXPECT_TRUE(demands(*batch, entries[1], 2));
 }
 
-// A disk that fails when it is told to: until then its sends are on their way.
-class LateFailure final : public LaneAround {
- public:
-  struct Failing final : Ticket {
-    Failing(StorageRefPtr sent, const bool& fails) : storage(std::move(sent)), fails(fails) {}
-    void wait() override { throw TransferError("no space"); }
-    bool done() override { return fails; }
-    bool failed() override { return fails; }
-    std::shared_ptr<StorageRef> kept_storage() override { return storage; }
-    void synchronize() override { wait(); }
-
-    StorageRefPtr storage;
-    const bool& fails;
-  };
-
-  using LaneAround::LaneAround;
-  TicketPtr send(StorageRefPtr storage, BlockPtr, ByteRange, Tickets) override {
-    return std::make_shared<Failing>(std::move(storage), fails);
-  }
-
-  bool fails = false;
-};
-
 // What was loaded before it had gone, and told to leave again, is away; its bytes are still with
 // the send, which then fails.
 TEST_F(Batches, ABucketThatFailedAfterItWasLoadedIsGivenBack) {
-  const auto lane = std::make_shared<LateFailure>(std::make_shared<WorkerLane>(2, 1 << 20));
+  const auto lane =
+      std::make_shared<testing::FailingLane>(std::make_shared<WorkerLane>(2, 1 << 20));
+  *lane->fails = false;
   sender = std::make_shared<BlockSender>(lane, pool);
   engine = engine_by(sender);
   const BatchPtr batch = begin();
@@ -267,7 +247,7 @@ TEST_F(Batches, ABucketThatFailedAfterItWasLoadedIsGivenBack) {
   first.reset();
   second.reset();
   EXPECT_FALSE(entries[0]->gone(/*wait=*/false)) << "its bytes are nowhere else yet";
-  lane->fails = true;
+  *lane->fails = true;
   EXPECT_TRUE(demands(*batch, entries[0], 1));
   EXPECT_TRUE(demands(*batch, entries[1], 2));
   EXPECT_EQ(engine->ledger.kept().at("pool").tensors, 2);

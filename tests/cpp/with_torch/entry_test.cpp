@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "engine/engine.h"
+#include "failing_lane.h"
 #include "lane/worker_lane.h"
 #include "pool/host_slabs.h"
 #include "pool/pool.h"
@@ -34,30 +35,6 @@ SavedView look_at(const at::Tensor& tensor) { return *SavedView::capture(tensor)
 StorageRefPtr storage_of(const at::Tensor& tensor) {
   return std::make_shared<StorageRef>(tensor.storage());
 }
-
-// A lane whose sends end badly, as on a disk that fails: their tickets give the storage back.
-class FailingLane final : public Lane {
- public:
-  struct Failed final : Ticket {
-    explicit Failed(StorageRefPtr sent) : storage(std::move(sent)) {}
-    void wait() override { throw TransferError("no space"); }
-    bool done() override { return true; }
-    bool failed() override { return true; }
-    std::shared_ptr<StorageRef> kept_storage() override { return storage; }
-    void synchronize() override { wait(); }
-
-    StorageRefPtr storage;
-  };
-
-  TicketPtr send(StorageRefPtr storage, BlockPtr, ByteRange, Tickets) override {
-    return std::make_shared<Failed>(std::move(storage));
-  }
-  std::pair<StorageRefPtr, TicketPtr> fetch(BlockPtr, Tickets) override { return {}; }
-  TicketPtr fetch_into(BlockPtr, StorageRefPtr, size_t, Tickets) override { return nullptr; }
-  void settle() override {}
-  size_t leaving_bytes() override { return kPoolBytes; }
-  void set_max_leaving_bytes(size_t) override {}
-};
 
 class Entries : public ::testing::Test {
  protected:
@@ -141,7 +118,8 @@ TEST_F(Entries, AStorageThatCameBackIsNotTakenForWhatHasItsOldAddress) {
 
 TEST_F(Entries, ASendThatFailedGivesTheStorageBack) {
   const at::Tensor tensor = full_of(3);
-  BlockSender failing(std::make_shared<FailingLane>(), pool);
+  BlockSender failing(
+      std::make_shared<testing::FailingLane>(std::make_shared<WorkerLane>(0, kPoolBytes)), pool);
   const EntryPtr entry = sent(tensor, failing, /*wait=*/false);
   Departing departing;
   departing.add(entry.get());
