@@ -36,13 +36,6 @@ class EntryReference {
   const void* address_;
 };
 
-std::shared_ptr<Plan> make_plan(c10::Device device, int64_t least_bytes,
-                                std::vector<Plan::Place> places) {
-  auto plan = std::make_shared<Plan>(Plan{device, least_bytes, std::move(places)});
-  plan->check();
-  return plan;
-}
-
 }  // namespace
 
 void bind_entry(py::module_& module) {
@@ -60,26 +53,29 @@ void bind_entry(py::module_& module) {
       .reads<&Entry::state, &Entry::engine, &Entry::is_away, &Entry::away, &Entry::departure,
              &Entry::arrival, &Entry::fetched, &Entry::storage, &Entry::iteration, &Entry::index>()
       .def("__repr__", &Entry::described)
-      .def("gone", &Entry::gone, "wait"_a = false)
+      .def("notice_gone", &Entry::notice_gone, "wait"_a = false)
       .def_property_readonly("reference", [](Entry& entry) { return EntryReference(entry); })
       .def_property_readonly("identity", &Entry::identity, py::return_value_policy::copy);
   py::class_<Departing>(module, "Departing")
       .def("__len__", &Departing::size)
       .def("notice_gone", &Departing::notice_gone, "looks"_a = Departing::kAll);
   py::class_<Plan, std::shared_ptr<Plan>>(module, "Plan")
-      .def(py::init(&make_plan), "device"_a, "least_bytes"_a, "places"_a)
+      .def(py::init(&Plan::make), "device"_a, "least_bytes"_a, "places"_a)
       .def("__len__", [](const Plan& plan) { return plan.places.size(); });
   Bound<Outcome>(module, "Outcome")
       .reads<&Outcome::began_backward, &Outcome::changed, &Outcome::unfit, &Outcome::refused,
-             &Outcome::peak_bytes, &Outcome::over_budget_bytes, &Outcome::no_recipe>();
+             &Outcome::pooled_bytes, &Outcome::peak_bytes, &Outcome::over_budget_bytes,
+             &Outcome::no_recipe>();
+  Bound<Course>(module, "Course")
+      .calls<&Course::follow, &Course::leave_plan, &Course::set_limit_bytes>()
+      .reads<&Course::limit_bytes, &Course::follows_plan>();
   Bound<Iteration, IterationPtr>(module, "Iteration")
-      .calls<&Iteration::entry, &Iteration::present_bytes, &Iteration::follow,
-             &Iteration::leave_plan>()
+      .calls<&Iteration::entry, &Iteration::present_bytes, &Iteration::set_recorder,
+             &Iteration::learn_recipes>()
       .reads<&Iteration::began_backward, &Iteration::least_prefetch_bytes, &Iteration::outcome,
              &Iteration::own_prefetch_bytes, &Iteration::leaving_bytes, &Iteration::over,
-             &Iteration::pooled_bytes, &Iteration::follows_plan, &Iteration::proven,
-             &Iteration::sizes, &Iteration::size, &Iteration::nbytes, &Iteration::waits>()
-      .writes<&Iteration::recorder, &Iteration::learns_recipes, &Iteration::limit_bytes>();
+             &Iteration::course, &Iteration::proven, &Iteration::sizes, &Iteration::size,
+             &Iteration::nbytes, &Iteration::waits>();
   Bound<Timeline>(module, "Timeline")
       .calls<&Timeline::begin>()
       .writes<&Timeline::prefetch_bytes>()

@@ -1,7 +1,5 @@
 #include "batch.h"
 
-#include <c10/util/Exception.h>
-
 #include <algorithm>
 #include <mutex>
 #include <unordered_map>
@@ -197,8 +195,8 @@ void Batch::wait_offload() {
       wait_ignoring_failure(departure);
     }
     locked.lock();
-    if (!entry->gone(true) && entry->is_away()) {
-      entry->sent();  // if it failed: takes the storage back and tells about it once
+    if (!entry->notice_gone(true) && entry->is_away()) {
+      entry->notice_sent();  // if it failed: takes the storage back and tells about it once
     }
   }
   if (phase_ == Phase::kOffloading) {
@@ -217,27 +215,14 @@ void Batch::launch_load(int64_t readings) {
   }
   phase_ = Phase::kLoading;
   for (const EntryPtr& entry : living()) {
-    if (!entry->away() || entry->storage()) {
-      continue;  // it stayed, or was demanded meanwhile
+    const Ahead came = entry->load(readings);
+    if (came == Ahead::kNoMemory) {
+      return;
     }
-    if (!entry->retain()) {
-      // A recipe's sources are loaded; there is nothing else to do before its demand.
-      if (entry->away()->recomputes() || !entry->gone(true)) {
-        continue;  // or it could not be sent, and was given back
-      }
-      try {
-        entry->fetch();
-      } catch (const c10::OutOfMemoryError&) {
-        return;  // whatever is missing is asked for again when it is demanded
-      } catch (const TransferError&) {
-        return;  // the same: there is no host memory on the way from a file
-      }
-      if (!entry->away()->can_fetch_ahead()) {
-        const WithoutGil without_gil;
-        wait_ignoring_failure(entry->arrival());  // nobody else would do the work
-      }
+    if (came == Ahead::kFetches && !entry->away()->can_fetch_ahead()) {
+      const WithoutGil without_gil;
+      wait_ignoring_failure(entry->arrival());  // nobody else would do the work
     }
-    entry->expect_readings(readings);
   }
 }
 

@@ -80,7 +80,7 @@ void Departing::notice_gone(size_t looks) {
   look_at(lately_, kAll);
   while (const EntryPtr entry = first_of(leaving_)) {
     const bool waits = entry->lingers();
-    if (waits && !entry->sent()) {
+    if (waits && !entry->notice_sent()) {
       return;
     }
     // A send that has failed gives the storage back.

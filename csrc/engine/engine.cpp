@@ -1,6 +1,5 @@
 #include "engine.h"
 
-#include <c10/util/Exception.h>
 #include <torch/csrc/autograd/graph_task.h>
 
 #include <chrono>
@@ -62,19 +61,16 @@ Engine::Engine(std::optional<int64_t> prefetch_bytes, Schedule schedule,
 
 Engine::~Engine() = default;
 
-// Brings back the storages that backward demands next, as far as there is memory, on the device and
-// on the way from a file: their own demands will ask again.
+// Brings back the storages that backward demands next, as far as there is memory.
 void Engine::look_ahead(const EntryPtr& entry) {
   const IterationPtr of = entry->iteration();
   if (windows) {
     windows->look_ahead(of, entry->index());
   } else {
-    try {
-      for (const EntryPtr& next : of->demand(entry->index())) {
-        next->fetch_ahead();
+    for (const EntryPtr& next : of->demand(entry->index())) {
+      if (next->fetch_ahead() == Ahead::kNoMemory) {
+        break;
       }
-    } catch (const c10::OutOfMemoryError&) {
-    } catch (const TransferError&) {
     }
   }
   of->at_peak.demanded(entry->index(), ledger.counters.most_lately());
@@ -120,12 +116,7 @@ void Engine::demand_kept(const EntryPtr& entry) {
     if (is_directed) {
       before_demand(entry);
     }
-    // A storage stayed alive although it had left: if only handles hold it, it is freed next time.
-    Iteration& of = *entry->iteration();
-    if (of.held.contains(entry->index()) && !of.order().was_demanded(entry->index()) &&
-        entry->held_by_handles_only()) {
-      of.held.erase(entry->index());
-    }
+    entry->iteration()->look_at_never_freed(*entry);
     look_ahead(entry);
   }
   tell_trial(*entry);

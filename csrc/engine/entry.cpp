@@ -1,6 +1,7 @@
 #include "entry.h"
 
 #include <ATen/Tensor.h>
+#include <c10/util/Exception.h>
 
 #include <sstream>
 #include <utility>
@@ -57,7 +58,7 @@ EntryPtr Entry::make(EnginePtr engine, const SavedView& view, const StorageRef& 
 // First of all nobody finds it any more: a ticket may let other threads run, and none of them may
 // take hold of an entry that is dying.
 Entry::~Entry() {
-  forget_identity();
+  forget_in_ledger();
   EntryList::leave(this);
   residence_.reset();
   abandon(departure_);
@@ -89,7 +90,7 @@ void Entry::place_in(IterationPtr iteration, size_t index) {
 }
 
 // From here on another storage may have this address.
-void Entry::forget_identity() { engine_->ledger.forget(identity_->key(), this); }
+void Entry::forget_in_ledger() { engine_->ledger.forget(identity_->key(), this); }
 
 void Entry::count_away() {
   if (away_) {
@@ -143,7 +144,7 @@ void Entry::take_back(Ticket& departure) {
   }
 }
 
-bool Entry::sent() {
+bool Entry::notice_sent() {
   const TicketPtr departure = departure_;
   if (!departure || !departure->done()) {
     return false;
@@ -167,10 +168,10 @@ bool Entry::sent_safely(bool wait) {
       // noticed below
     }
   }
-  return sent() && away_ != nullptr;
+  return notice_sent() && away_ != nullptr;
 }
 
-bool Entry::gone(bool wait) {
+bool Entry::notice_gone(bool wait) {
   const bool left = state() == State::kLeaving || state() == State::kAway;
   if (!left || !identity_->expired()) {
     return state() == State::kAway;
@@ -188,10 +189,10 @@ bool Entry::gone(bool wait) {
   return true;
 }
 
-bool Entry::lingers() { return state() == State::kLeaving && !gone(false); }
+bool Entry::lingers() { return state() == State::kLeaving && !notice_gone(false); }
 
 int64_t Entry::returning_nbytes() {
-  if (!away_ || storage_ || !gone(false)) {
+  if (!away_ || storage_ || !notice_gone(false)) {
     return 0;
   }
   return nbytes() + static_cast<int64_t>(away_->returning_nbytes());
@@ -201,7 +202,7 @@ int64_t Entry::returning_nbytes() {
 void Entry::take(Returning back) {
   require(residence_->come_back(), State::kReturning);
   arrival_ = std::move(back.arrival);
-  forget_identity();
+  forget_in_ledger();
   identity_.emplace(*back.storage);
   storage_ = std::move(back.storage);
   fetched_ = true;
@@ -209,6 +210,7 @@ void Entry::take(Returning back) {
   count_away();  // a frame may have come back too
 }
 
+// Starts bringing the bytes back into a storage of memswap's own.
 void Entry::fetch() {
   const AwayFormPtr away = away_;
   if (!away) {
@@ -217,12 +219,22 @@ void Entry::fetch() {
   take(away->bring());
 }
 
-bool Entry::fetch_ahead() {
-  if (!away_ || storage_ || !away_->can_fetch_ahead() || !gone(false)) {
-    return false;
+// The same ahead of a demand, as far as there is memory.
+Ahead Entry::try_fetch() {
+  try {
+    fetch();
+    return Ahead::kFetches;
+  } catch (const c10::OutOfMemoryError&) {
+  } catch (const TransferError&) {
   }
-  fetch();
-  return true;
+  return Ahead::kNoMemory;
+}
+
+Ahead Entry::fetch_ahead() {
+  if (!away_ || storage_ || !away_->can_fetch_ahead() || !notice_gone(false)) {
+    return Ahead::kNothing;
+  }
+  return try_fetch();
 }
 
 // Holds the storage, if anybody does. Whether there was one.
@@ -248,14 +260,20 @@ void Entry::drop_away() {
   residence_->count_away(0, 0);
 }
 
-bool Entry::retain() {
-  if (!storage_ && !hold_what_is_there()) {
-    return false;
+Ahead Entry::load(int64_t readings) {
+  if (!away_ || storage_) {
+    return Ahead::kNothing;
   }
-  if (state() == State::kLeaving || state() == State::kAway) {
+  Ahead came = Ahead::kNothing;
+  if (hold_what_is_there()) {
     move(State::kResident);
+  } else if (away_->recomputes() || !notice_gone(true)) {
+    return Ahead::kNothing;  // or it could not be sent, and was given back
+  } else if (came = try_fetch(); came == Ahead::kNoMemory) {
+    return came;
   }
-  return true;
+  unseen_ += handles_ * (readings - 1);
+  return came;
 }
 
 void Entry::let_go() {
@@ -291,13 +309,13 @@ bool Entry::lost_memory() const {
 }
 
 StorageRefPtr Entry::bring() {
-  const bool was_sent = state() == State::kLeaving && sent();
+  const bool was_sent = state() == State::kLeaving && notice_sent();
   if (!storage_) {
     if (hold_what_is_there()) {
       if (was_sent && iteration_) {  // leaving freed nothing
-        iteration_->held.insert(index_);
+        iteration_->note_never_freed(index_);
       }
-    } else if (gone(true)) {
+    } else if (notice_gone(true)) {
       const bool waits = !away_->recomputes();
       fetch();
       counters().stalls += waits ? 1 : 0;

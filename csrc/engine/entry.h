@@ -38,6 +38,13 @@ struct EntryStateError : std::logic_error {
   using std::logic_error::logic_error;
 };
 
+// What came of bringing a storage back ahead of its demand.
+enum class Ahead : uint8_t {
+  kFetches,   // its bytes are on their way
+  kNothing,   // there is nothing to do, or nothing that can be done ahead
+  kNoMemory,  // on the device, or on the way from a file: its demand asks again
+};
+
 // Owned by its handles: when the last one dies, so do the entry, its away form and its storage,
 // whatever happened to the graph. Everything else refers to it weakly. Where there is Python its
 // calls hold the GIL, and the engine's lock where they let go of it in between (lock.h); its end
@@ -78,8 +85,6 @@ class Entry final : public Known, public std::enable_shared_from_this<Entry> {
   // A recipe reads the storage from before its demand until it has run: it counts as one more save.
   void use();
   void used();
-  // What was just brought back is read so many times by every save, before it is let go of.
-  void expect_readings(int64_t readings) { unseen_ += handles_ * (readings - 1); }
   // Whether nobody but our own handles holds a storage that stayed. Meant for its first demand,
   // when all of them are still alive.
   bool held_by_handles_only() const;
@@ -118,10 +123,10 @@ class Entry final : public Known, public std::enable_shared_from_this<Entry> {
   // EntryStateError.
   void leave(Leaving leaving);
   // Whether the send has ended. One that failed gives the storage back: nothing is lost.
-  bool sent();
+  bool notice_sent();
   // Notices whether a leaving storage really went away. What was gathered is gone before its bytes
   // are anywhere else for sure; `wait` waits for that, instead of saying no.
-  bool gone(bool wait);
+  bool notice_gone(bool wait);
   // Whether it is leaving and has not gone: somebody holds it, or its bytes are not elsewhere yet.
   bool lingers();
   // Orders the caller behind a frame's way to a pool, so that the frame is off the device. Other
@@ -134,21 +139,17 @@ class Entry final : public Known, public std::enable_shared_from_this<Entry> {
 
   // --- it comes back ---
 
-  // Starts bringing the bytes back into a storage of memswap's own. Throws c10::OutOfMemoryError
-  // and TransferError.
-  void fetch();
-  // Fetches a storage that is away, if its form can be fetched ahead of a demand. Whether that was
-  // done.
-  bool fetch_ahead();
+  // Fetches a storage that is away, if its form can be fetched ahead of a demand.
+  Ahead fetch_ahead();
   // The storage: the one that is still there, the one that was fetched, or else a fetch now, which
   // counts as a stall unless a recipe runs. The caller waits for `arrival`, if there is one, before
   // it reads. Throws c10::OutOfMemoryError and TransferError.
   StorageRefPtr bring();
   // Bytes that come to the device when it starts back, its frame's included; 0: it is not away.
   int64_t returning_nbytes();
-  // Holds on to a storage that has not gone away yet: then nothing has to come back. Whether there
-  // was one.
-  bool retain();
+  // Has the storage back, ahead of a demand, until each save has read it so many times: the one
+  // that somebody holds still, or else a fetch. What a recipe makes is left to its demand.
+  Ahead load(int64_t readings);
   // Lets go of the storage again, whose away form is still there. Nothing is copied.
   void let_go();
 
@@ -164,8 +165,10 @@ class Entry final : public Known, public std::enable_shared_from_this<Entry> {
 
   void require(bool legal_step, State to) const;
   void move(State to);
-  void forget_identity();
+  void forget_in_ledger();
   void take_back(Ticket& departure);
+  void fetch();
+  Ahead try_fetch();
   void take(Returning back);
   bool sent_safely(bool wait);
   bool hold_what_is_there();

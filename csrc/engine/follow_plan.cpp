@@ -43,7 +43,7 @@ const Plan::Place* place_of(const Plan& plan, size_t index, const Offer& offer) 
 }  // namespace
 
 void Engine::note_peak(Iteration& of, int64_t more_bytes) const {
-  of.peak_bytes = std::max(of.peak_bytes, ledger.counters.resident_bytes + more_bytes);
+  of.course.note_resident(ledger.counters.resident_bytes + more_bytes);
 }
 
 void Engine::release(Iteration& of, size_t index) {
@@ -59,7 +59,7 @@ void Engine::release(Iteration& of, size_t index) {
   }
   wait_ignoring_failure(entry->departure());
   if (entry->lingers()) {
-    of.released.push_back(index);
+    of.note_released(index);
   }
 }
 
@@ -72,13 +72,12 @@ void Engine::make_room(Iteration& of, size_t index) {
 
 void Engine::after_save(const EntryPtr& entry) {
   const IterationPtr of = entry->iteration();
-  const std::shared_ptr<const Plan> plan = of->plan;
-  if (plan && entry->index() < plan->places.size()) {
-    const Plan::Place& place = plan->places[entry->index()];
-    for (const size_t released : place.releases) {
+  const std::shared_ptr<const Plan> plan = of->course.plan();  // alive while users are warned
+  if (const Plan::Place* const place = of->course.place(entry->index())) {
+    for (const size_t released : place->releases) {
       release(*of, released);
     }
-    for (const size_t departed : place.departures) {
+    for (const size_t departed : place->departures) {
       if (const EntryPtr other = of->entry(departed)) {
         other->release_frame();
       }
@@ -87,9 +86,9 @@ void Engine::after_save(const EntryPtr& entry) {
   if (plan) {
     note_peak(*of);
   }
-  if (of->recorder) {
-    of->recorder->saved(entry);
-    of->recorder->recomputed(recomputed_.nbytes());
+  if (of->recorder()) {
+    of->recorder()->saved(entry);
+    of->recorder()->recomputed(recomputed_.nbytes());
   }
 }
 
@@ -98,7 +97,7 @@ std::optional<SaveResult> Engine::follow_plan(const Offer& offer, FoundRecipe& r
     return std::nullopt;
   }
   const IterationPtr of = iteration_;
-  const std::shared_ptr<const Plan> plan = of->plan;
+  const std::shared_ptr<const Plan> plan = of->course.plan();
   if (!plan || policy_.asks || of->began_backward()) {
     return std::nullopt;
   }
@@ -106,8 +105,8 @@ std::optional<SaveResult> Engine::follow_plan(const Offer& offer, FoundRecipe& r
   const auto nbytes = static_cast<int64_t>(offer.view.storage_nbytes());
   // The sources of its recipe come first, and look for their own room.
   const bool is_next = place != nullptr && place == plan->places.data() + of->size();
-  const bool room = !is_next || of->limit_bytes == 0 ||
-                    ledger.counters.resident_bytes + nbytes <= of->limit_bytes;
+  const bool room = !is_next || of->course.limit_bytes() == 0 ||
+                    ledger.counters.resident_bytes + nbytes <= of->course.limit_bytes();
   // The first storage says what kind of iteration it is: another size may have its own plan.
   const bool is_known = place != nullptr && (of->size() > 0 || nbytes == place->nbytes);
   if (!is_known || !room || ledger.knows(offer.view.storage_key()) || runs_backward()) {
@@ -126,12 +125,12 @@ std::optional<SaveResult> Engine::follow_plan(const Offer& offer, FoundRecipe& r
     recipe = recipe_of(offer, is_next ? 0 : kMostExtra, /*leaves=*/true);
   }
   // Its recipe may not have saved the sources that it was to save: then whoever plans is asked.
-  if (of->plan != plan || place != plan->places.data() + of->size()) {
+  if (of->course.plan() != plan || place != plan->places.data() + of->size()) {
     --offer.scope.ordinal;
     return std::nullopt;
   }
-  if (of->recorder) {
-    of->recorder->choose(
+  if (of->recorder()) {
+    of->recorder()->choose(
         {offer.scope.unit, offer.scope.ordinal, nbytes, place->dtype, *place->action});
   }
   return admit(offer, by, {.action = *place->action, .directed = true, .recipe = recipe});
@@ -166,13 +165,13 @@ void Engine::before_demand(const EntryPtr& entry) {
   }
   recomputed_.sweep();
   if (!of->began_backward()) {
-    of->begin_backward(ledger.counters.away_bytes);
+    of->course.begin_backward(of->size(), ledger.counters.away_bytes);
   }
-  if (of->plan) {
+  if (of->course.follows_plan()) {
     of->look_at_released();  // what the forward held to its end has gone by now
   }
-  if (of->recorder) {
-    of->recorder->demanding(*entry);
+  if (of->recorder()) {
+    of->recorder()->demanding(*entry);
   }
 }
 
@@ -182,12 +181,12 @@ void Engine::after_demand(const EntryPtr& entry) {
   bool departs = false, recorded = false;
   {
     const Locked locked(lock);
-    recorded = of.recorder != nullptr;
-    if (of.plan) {
+    recorded = of.recorder() != nullptr;
+    if (of.course.follows_plan()) {
       // A storage that every save has seen counts as away, but its last consumer still holds it.
       note_peak(of, entry->state() == State::kAway ? entry->nbytes() : 0);
-      const std::vector<Plan::Place>& places = of.plan->places;
-      departs = entry->index() < places.size() && places[entry->index()].departs;
+      const Plan::Place* const place = of.course.place(entry->index());
+      departs = place != nullptr && place->departs;
     }
   }
   if (departs) {
@@ -197,20 +196,20 @@ void Engine::after_demand(const EntryPtr& entry) {
     return;
   }
   const Locked locked(lock);
-  if (of.recorder) {
-    of.recorder->demanded(*entry);
+  if (of.recorder()) {
+    of.recorder()->demanded(*entry);
     if (of.returns_as_planned()) {
-      of.recorder->returning(of, of.plan->places[entry->index()].fetches);
+      of.recorder()->returning(of, of.course.place(entry->index())->fetches);
     }
-    of.recorder->recomputed(recomputed_.nbytes());
+    of.recorder()->recomputed(recomputed_.nbytes());
   }
 }
 
 void Engine::count_recomputed(const StorageRef& storage) {
   if (recomputed_.add(storage) && backward_) {
     note_peak(*backward_);
-    if (backward_->recorder) {
-      backward_->recorder->recomputed(recomputed_.nbytes());
+    if (backward_->recorder()) {
+      backward_->recorder()->recomputed(recomputed_.nbytes());
     }
   }
 }
@@ -230,8 +229,8 @@ void Engine::note_window(double seconds) const {
   // No forward has begun since: it is the backward's.
   const bool in_backward = backward_ && backward_->began_backward() && iteration_->size() == 0;
   const Iteration& of = in_backward ? *backward_ : *iteration_;
-  if (of.recorder) {
-    of.recorder->window(seconds);
+  if (of.recorder()) {
+    of.recorder()->window(seconds);
   }
 }
 

@@ -1,7 +1,6 @@
 #include "iteration.h"
 
 #include <algorithm>
-#include <cmath>
 #include <iterator>
 #include <span>
 #include <stdexcept>
@@ -28,9 +27,6 @@ constexpr double kDecodeShare = 1.0 / 32, kDecodeSlack = 1.25;
 // Of the bytes that are encoded where they are, those that may be decoded at a time for operators
 // to hide it: what frames free of them is given up.
 constexpr double kMostDecodedShare = 1.0 / 4;
-
-// An iteration is another one than planned when the bytes that it saves differ by this share.
-constexpr double kSizeTolerance = 1.0 / 4;
 
 }  // namespace
 
@@ -59,7 +55,7 @@ Reason Iteration::verdict(size_t index, int64_t nbytes) {
     case Forecast::Verdict::kNeededAtOnce:
       return reasons::kNeededAtOnce;
     case Forecast::Verdict::kNeverFreed:
-      held.insert(index);
+      never_freed_.insert(index);
       return reasons::kNeverFreed;
   }
   return nullptr;
@@ -76,16 +72,23 @@ std::optional<int64_t> Iteration::frame_held_at_peak(size_t index) const {
 }
 
 void Iteration::look_at_released() {
-  if (released.empty()) {
+  if (released_.empty()) {
     return;
   }
   std::vector<size_t> looked_at;
-  looked_at.swap(released);
+  looked_at.swap(released_);
   for (const size_t index : looked_at) {
     const EntryPtr of = entry(index);
     if (of && of->lingers()) {
-      released.push_back(index);
+      released_.push_back(index);
     }
+  }
+}
+
+void Iteration::look_at_never_freed(const Entry& entry) {
+  if (!order_.was_demanded(entry.index()) && never_freed_.contains(entry.index()) &&
+      entry.held_by_handles_only()) {
+    never_freed_.erase(entry.index());
   }
 }
 
@@ -115,9 +118,10 @@ std::vector<EntryPtr> Iteration::demand(size_t index) {
   if (!order_.demand(index)) {
     return entries;
   }
-  const auto coming = returns_as_planned() ? std::span(std::as_const(plan->places[index].fetches))
-                                           : next_to_prefetch(index);
-  if (limit_bytes == 0) {
+  const std::shared_ptr<const Plan> plan = course.plan();  // alive while users are warned
+  const auto coming =
+      returns_as_planned() ? std::span(course.place(index)->fetches) : next_to_prefetch(index);
+  if (course.limit_bytes() == 0) {
     for (const size_t next : coming) {
       if (EntryPtr entry = to_bring(next)) {
         entries.push_back(std::move(entry));
@@ -135,7 +139,7 @@ std::vector<EntryPtr> Iteration::demand(size_t index) {
       continue;
     }
     nbytes += entry->returning_nbytes();
-    if (entry->counters().resident_bytes + nbytes > limit_bytes) {
+    if (entry->counters().resident_bytes + nbytes > course.limit_bytes()) {
       break;
     }
     entries.push_back(std::move(entry));
@@ -164,54 +168,8 @@ EntryPtr Iteration::to_bring(size_t index) const {
 // --- under a plan --------------------------------------------------------------------------------
 
 std::optional<int64_t> Iteration::frame_nbytes(size_t index) const {
-  return plan && index < plan->places.size() ? plan->places[index].frame_nbytes : std::nullopt;
-}
-
-void Iteration::refuse(int64_t away_bytes) {
-  refused = true;
-  pooled_bytes = std::max(pooled_bytes, away_bytes);
-}
-
-void Iteration::begin_backward(int64_t away_bytes) {
-  if (refused) {
-    pooled_bytes = std::max(pooled_bytes, away_bytes);
-  }
-  if (plan && plan->places.size() != size()) {
-    plan.reset();
-  }
-}
-
-void Iteration::follow(std::shared_ptr<const Plan> followed, double nbytes, int64_t peak_bytes,
-                       std::optional<int64_t> budget_bytes) {
-  plan = std::move(followed);
-  expected = {nbytes, peak_bytes, budget_bytes};
-}
-
-Outcome Iteration::outcome() const {
-  Outcome found{.began_backward = began_backward(),
-                .unfit = unfit,
-                .refused = refused,
-                .peak_bytes = peak_bytes,
-                .no_recipe = no_recipe};
-  if (!expected) {
-    return found;
-  }
-  const double more = static_cast<double>(nbytes()) - expected->nbytes;
-  const bool resized = found.began_backward && std::abs(more) > kSizeTolerance * expected->nbytes;
-  found.changed = !follows_plan() || resized;
-  if (expected->budget_bytes) {
-    const int64_t most = std::max(*expected->budget_bytes, limit_bytes);
-    found.over_budget_bytes = std::max<int64_t>(peak_bytes - most, 0);
-  }
-  const int64_t limit = limit_bytes != 0 ? limit_bytes : expected->peak_bytes;
-  found.unfit |= !found.changed && peak_bytes > limit;
-  return found;
-}
-
-bool Iteration::went_as_planned() const {
-  const Outcome found = outcome();
-  const bool fits = !found.unfit && !found.refused && found.over_budget_bytes == 0;
-  return found.began_backward && !found.changed && fits && found.no_recipe.empty();
+  const Plan::Place* const place = course.place(index);
+  return place != nullptr ? place->frame_nbytes : std::nullopt;
 }
 
 // --- what is known of it -------------------------------------------------------------------------
@@ -301,7 +259,7 @@ int64_t Iteration::leaving_bytes() const {
 }
 
 Forecast Iteration::predicts(int64_t prefetch_bytes) const {
-  const std::vector<size_t> places(held.begin(), held.end());
+  const std::vector<size_t> places(never_freed_.begin(), never_freed_.end());
   Forecast made(order_, places, prefetch_bytes);
   made.held_at_peak = at_peak.best();
   return made;

@@ -14,27 +14,16 @@
 #include <utility>
 #include <vector>
 
+#include "course.h"
 #include "demand_order.h"
 #include "entry.h"
 #include "held_at_peak.h"
-#include "plan.h"
 #include "proven_recipe.h"
 #include "reasons.h"
 
 namespace memswap {
 
 class Recorder;
-
-// How an iteration went so far, for who made its plan.
-struct Outcome {
-  bool began_backward = false;
-  bool changed = false;  // it left its plan, or its forward saved clearly more or fewer bytes
-  bool unfit = false;    // more was resident than planned, or a frame became longer
-  bool refused = false;  // the pool had no room for something
-  int64_t peak_bytes = 0;
-  int64_t over_budget_bytes = 0;  // of these, beyond the budget of all that are in flight
-  std::set<size_t> no_recipe;
-};
 
 // The engine's lock serialises the calls.
 class Iteration : public std::enable_shared_from_this<Iteration> {
@@ -103,64 +92,44 @@ class Iteration : public std::enable_shared_from_this<Iteration> {
   // The forecast that it makes for the next iteration.
   Forecast predicts(int64_t prefetch_bytes) const;
 
-  // --- under a plan ---
+  // --- under a plan, which `course` has ---
 
-  // What it comes to if it goes as planned.
-  struct Expected {
-    double nbytes = 0;                    // that its forward saves
-    int64_t peak_bytes = 0;               // resident ones at most, where `limit_bytes` is 0
-    std::optional<int64_t> budget_bytes;  // of all that are in flight; nothing: none is kept
-  };
-
-  // A plan says from here on what happens to its storages. What is expected: see Expected.
-  void follow(std::shared_ptr<const Plan> plan, double nbytes, int64_t peak_bytes,
-              std::optional<int64_t> budget_bytes);
-  // It goes another way from here on.
-  void leave_plan() { plan.reset(); }
-  bool follows_plan() const { return plan != nullptr; }
-
-  // What happens to its storages; nullptr: nobody has planned, or it has left its plan.
-  std::shared_ptr<const Plan> plan;
-  std::optional<Expected> expected;  // nothing: nobody has planned
-  // Whether its plan knows all of its storages, and so says what comes back when.
-  bool returns_as_planned() const { return plan && plan->places.size() == size(); }
-  int64_t peak_bytes = 0;  // resident ones, the most at a mark of the plan
-  // Resident bytes that what starts back stays below, whatever was planned; 0: as many as come.
-  int64_t limit_bytes = 0;
-  std::vector<size_t> released;  // by the plan, and still held by somebody then
-  // Notices which of these are gone by now.
-  void look_at_released();
+  // Whether the plan knows all of its storages, and so says what comes back when.
+  bool returns_as_planned() const { return course.plans_all(size()); }
   // Bytes that the plan has for the frame of a storage; nothing: as many as it needs.
   std::optional<int64_t> frame_nbytes(size_t index) const;
+  Outcome outcome() const { return course.outcome(nbytes(), began_backward()); }
+
+  // --- storages that left and are still there, as somebody holds them ---
+
+  // The plan has released one.
+  void note_released(size_t index) { released_.push_back(index); }
+  // Notices which of those are gone by now.
+  void look_at_released();
+  // One was demanded, and leaving had freed nothing: the next iteration does not send it.
+  void note_never_freed(size_t index) { never_freed_.insert(index); }
+  // One that was not sent for that is demanded: if only handles hold it, it is freed next time.
+  void look_at_never_freed(const Entry& entry);
+  // Notices which of those that stay for the peak the forward has let go of.
+  void look_at_held();
 
   // --- what it shows those who plan ---
 
-  std::shared_ptr<Recorder> recorder;  // takes it down; nullptr: nobody does
+  // Takes it down; nullptr: nobody does.
+  const std::shared_ptr<Recorder>& recorder() const { return recorder_; }
+  void set_recorder(std::shared_ptr<Recorder> recorder) { recorder_ = std::move(recorder); }
   // Recipes are tried of all that could have one, and are told here, by the storage's place.
-  bool learns_recipes = false;
-  std::vector<std::pair<size_t, ProvenRecipe>> proven;
-  std::set<size_t> no_recipe;  // was to be recomputed, and is not
-  bool unfit = false;          // a storage did not become the frame that was planned
-  bool refused = false;        // the pool had no room for something
-  int64_t pooled_bytes = 0;    // the most that was away then, or when backward began
+  void learn_recipes() { learns_recipes_ = true; }
+  bool learns_recipes() const { return learns_recipes_; }
+  void note_proven(size_t index, ProvenRecipe recipe) {
+    proven_.emplace_back(index, std::move(recipe));
+  }
+  const std::vector<std::pair<size_t, ProvenRecipe>>& proven() const { return proven_; }
 
-  // The pool was full.
-  void refuse(int64_t away_bytes);
-  // Its forward is over, and its backward begins. What saved another number of storages than
-  // planned follows the plan no more.
-  void begin_backward(int64_t away_bytes);
+  // --- parts, with methods of their own ---
 
-  Outcome outcome() const;
-  // Whether it is as planned in all of that, and its backward has begun.
-  bool went_as_planned() const;
-
-  // Places of storages that stayed alive although they had left.
-  std::set<size_t> held;
-
-  // Which storages are held at the peak, where no plan says which stay.
-  HeldAtPeak at_peak;
-  // Notices which of what stays for that the forward has let go of.
-  void look_at_held();
+  Course course;
+  HeldAtPeak at_peak;  // which storages are held at the peak, where no plan says which stay
 
  private:
   Reason verdict(size_t index, int64_t nbytes);
@@ -173,6 +142,11 @@ class Iteration : public std::enable_shared_from_this<Iteration> {
   std::shared_ptr<const Forecast> forecast_;  // that its storages agree with so far
   const std::optional<int64_t> given_prefetch_bytes_;
   std::vector<size_t> postponed_;  // what was to start back, and found no room yet
+  std::vector<size_t> released_;
+  std::set<size_t> never_freed_;
+  std::shared_ptr<Recorder> recorder_;
+  bool learns_recipes_ = false;
+  std::vector<std::pair<size_t, ProvenRecipe>> proven_;
 };
 
 // The iterations of one engine.

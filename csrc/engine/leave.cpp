@@ -48,7 +48,7 @@ Reason Engine::send(const EntryPtr& entry, const StorageRefPtr& storage, const L
     reason = declined(std::get<Refused>(expected), *entry);
   }
   if (most_bytes && by.works_ahead()) {
-    entry->iteration()->unfit = true;  // the plan has no room for it where it is
+    entry->iteration()->course.note_unfit();  // the plan has no room for it where it is
     return send_raw(entry, storage, by);
   }
   return order.form == Form::kFrame ? reason : send_raw(entry, storage, by);

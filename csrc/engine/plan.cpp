@@ -1,6 +1,7 @@
 #include "plan.h"
 
 #include <stdexcept>
+#include <utility>
 
 namespace memswap {
 
@@ -15,6 +16,13 @@ void check_below(const std::vector<size_t>& places, size_t end, const char* othe
 }
 
 }  // namespace
+
+std::shared_ptr<Plan> Plan::make(c10::Device device, int64_t least_bytes,
+                                 std::vector<Place> places) {
+  auto made = std::make_shared<Plan>(Plan{device, least_bytes, std::move(places)});
+  made->check();
+  return made;
+}
 
 void Plan::check() const {
   const char* const early = "a plan releases what was saved by then, and nothing later";

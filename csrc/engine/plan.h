@@ -7,6 +7,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <optional>
 #include <string>
 #include <vector>
@@ -40,6 +41,9 @@ struct Plan {
   int64_t least_bytes = 0;  // of a storage that it knows
   std::vector<Place> places;
 
+  // A plan that was checked.
+  static std::shared_ptr<Plan> make(c10::Device device, int64_t least_bytes,
+                                    std::vector<Place> places);
   // Throws std::invalid_argument where places refer to others that are not there, or not yet.
   void check() const;
 };

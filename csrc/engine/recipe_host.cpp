@@ -18,7 +18,7 @@ StorageRefPtr looked_at(Entry& entry) {
   if (StorageRefPtr storage = entry.identity().lock()) {
     return storage;
   }
-  if (!entry.away() || !entry.gone(/*wait=*/true)) {
+  if (!entry.away() || !entry.notice_gone(/*wait=*/true)) {
     throw TransferError("a tensor that a recipe reads is not there");
   }
   const AwayFormPtr away = entry.away();
@@ -193,7 +193,7 @@ SourcePtr EngineRecipeHost::save(const KnownTensor& tensor) {
   }
   // An iteration that follows no plan and that nobody takes down shows nobody what it would take.
   const Iteration& in = *engine()->iteration();
-  if (engine()->directed() && !in.plan && !in.recorder) {
+  if (engine()->directed() && !in.course.follows_plan() && !in.recorder()) {
     return nullptr;
   }
   HookScope scope = offer_->scope;

@@ -64,7 +64,7 @@ EntryPtr Engine::make_entry(const SavedView& view, const StorageRef& storage, bo
 
 Reason Engine::refused(Reason short_of, const std::string& why, const Entry& entry) {
   if (entry.iteration() && short_of == reasons::kPool) {
-    entry.iteration()->refuse(ledger.counters.away_bytes);
+    entry.iteration()->course.note_refused(ledger.counters.away_bytes);
   }
   ledger.tell_once(short_of, "a storage of " + std::to_string(entry.nbytes()) + " bytes stays on " +
                                  entry.device().str() + ": " + why +
@@ -95,8 +95,8 @@ SaveResult Engine::save_again(const Offer& offer, const KnownPtr& known) {
   if (recipes_ && !offer.for_recipe) {
     recipes_->saved_again(offer.view);
   }
-  if (const IterationPtr& of = entry->iteration(); of && of->recorder) {
-    of->recorder->again(*entry, offer.scope.unit);
+  if (const IterationPtr& of = entry->iteration(); of && of->recorder()) {
+    of->recorder()->again(*entry, offer.scope.unit);
   }
   return {entry->moves(), known};
 }
@@ -204,14 +204,14 @@ SaveResult Engine::decide(const Offer& offer, FoundRecipe recipe) {
     wanted = by->traits.without_recipe;
   }
   // The sources that a recipe saves come before its result, and have the places before it.
-  if (may_learn && iteration_->learns_recipes && plans_sources_) {
+  if (may_learn && iteration_->learns_recipes() && plans_sources_) {
     recipe = recipe_of(offer, kMostExtra, /*leaves=*/false);
   }
   const std::optional<Action> directions = host_->direct(*this, offer, wanted);
   return admit(offer, by,
                {.action = directions.value_or(wanted),
                 .directed = directions.has_value(),
-                .learns = may_learn && iteration_->learns_recipes,
+                .learns = may_learn && iteration_->learns_recipes(),
                 .recipe = std::move(recipe)});
 }
 
@@ -307,11 +307,11 @@ bool Engine::becomes_recipe(const EntryPtr& entry, const Offer& offer, bool leav
   }
   entry->try_recipe(std::move(answer.trial));
   if (answer.proven) {
-    iteration_->proven.emplace_back(entry->index(), std::move(*answer.proven));
+    iteration_->note_proven(entry->index(), std::move(*answer.proven));
     return false;
   }
   if (leaves && directed_) {
-    iteration_->no_recipe.insert(entry->index());
+    iteration_->course.note_no_recipe(entry->index());
   }
   return false;
 }

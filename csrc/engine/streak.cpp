@@ -6,11 +6,7 @@
 namespace memswap {
 
 Streak::Streak(const IterationPtr& first, const Terms& terms)
-    : terms(terms),
-      plan_(first->plan),
-      expected_(first->expected),
-      limit_bytes_(first->limit_bytes),
-      seen_{.in_flight = {first}} {}
+    : terms(terms), course_(first->course.terms()), seen_{.in_flight = {first}} {}
 
 bool Streak::extend(const IterationPtr& begun) {
   std::vector<IterationPtr> waiting;
@@ -20,17 +16,15 @@ bool Streak::extend(const IterationPtr& begun) {
       waiting.push_back(one);
       continue;
     }
-    if (!one->went_as_planned()) {
+    if (!one->outcome().as_planned()) {
       return false;
     }
-    peak_bytes = std::max(peak_bytes, one->peak_bytes);
+    peak_bytes = std::max(peak_bytes, one->course.peak_bytes());
   }
   if (seen_.forwards == terms.forwards || waiting.size() >= terms.in_flight) {
     return false;
   }
-  begun->plan = plan_;
-  begun->expected = expected_;
-  begun->limit_bytes = limit_bytes_;
+  begun->course.set_terms(course_);
   seen_.most_in_flight = std::max(seen_.most_in_flight, seen_.in_flight.size());
   seen_.ended += static_cast<int64_t>(seen_.in_flight.size() - waiting.size());
   seen_.peak_bytes = peak_bytes;
@@ -43,9 +37,7 @@ bool Streak::extend(const IterationPtr& begun) {
 Streak::Seen Streak::end() {
   const IterationPtr& last = seen_.in_flight.back();
   if (last->size() == 0) {
-    last->plan.reset();
-    last->expected.reset();
-    last->limit_bytes = 0;
+    last->course.set_terms({});
     seen_.in_flight.pop_back();
   }
   seen_.most_in_flight = std::max(seen_.most_in_flight, seen_.in_flight.size());

@@ -7,6 +7,7 @@
 #include <optional>
 #include <vector>
 
+#include "course.h"
 #include "iteration.h"
 
 namespace memswap {
@@ -50,9 +51,7 @@ class Streak {
   const Terms terms;
 
  private:
-  const std::shared_ptr<const Plan> plan_;
-  const std::optional<Iteration::Expected> expected_;
-  const int64_t limit_bytes_;
+  const Course::Terms course_;  // of all of them
   Seen seen_;
 };
 

@@ -1,7 +1,6 @@
 #include "windows.h"
 
 #include <c10/core/impl/VirtualGuardImpl.h>
-#include <c10/util/Exception.h>
 
 #include <utility>
 
@@ -123,7 +122,7 @@ TicketPtr Windows::start(const PendingEncode& pending) {
   } else {
     const bool planned = pending.expectation.most_bytes.has_value();
     if (planned) {
-      entry->iteration()->unfit = true;
+      entry->iteration()->course.note_unfit();
     } else {
       reason = engine_.refused(*sender, *entry);
     }
@@ -139,18 +138,11 @@ TicketPtr Windows::start(const PendingEncode& pending) {
 }
 
 bool Windows::fetch(const EntryPtr& entry) {
-  bool fetched = false;
-  try {
-    fetched = entry->fetch_ahead();
-  } catch (const c10::OutOfMemoryError&) {
-    return false;  // the demand itself will ask again, when there may be room
-  } catch (const TransferError&) {
-    return false;  // the same: there is no host memory on the way from a file
+  if (entry->fetch_ahead() != Ahead::kFetches) {
+    return false;
   }
-  if (fetched) {
-    notice(entry->away()->sent_by(), entry->nbytes(), false);
-  }
-  return fetched;
+  notice(entry->away()->sent_by(), entry->nbytes(), false);
+  return true;
 }
 
 void Windows::bring(const std::vector<EntryPtr>& entries) {

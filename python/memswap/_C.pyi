@@ -244,7 +244,7 @@ class Batch:
 class Entry(Known):
     """One saved storage that may leave (csrc/engine/entry.h)."""
 
-    def gone(self, wait: bool = False) -> bool: ...
+    def notice_gone(self, wait: bool = False) -> bool: ...
     @property
     def state(self) -> State: ...
     @property
@@ -299,7 +299,7 @@ class Plan:
     def __len__(self) -> int: ...
 
 class Outcome:
-    """How an iteration went, until it was asked (csrc/engine/iteration.h)."""
+    """How an iteration went, until it was asked (csrc/engine/course.h)."""
 
     @property
     def began_backward(self) -> bool: ...
@@ -310,32 +310,40 @@ class Outcome:
     @property
     def refused(self) -> bool: ...  # the pool had no room for something
     @property
+    def pooled_bytes(self) -> int: ...  # that were away then, or when backward began after that
+    @property
     def peak_bytes(self) -> int: ...
     @property
     def over_budget_bytes(self) -> int: ...  # of `peak_bytes`, of all in flight
     @property
     def no_recipe(self) -> set[int]: ...  # places that were to be recomputed, and were not
 
-class Iteration:
-    """One forward and the backward that belongs to it (csrc/engine/iteration.h)."""
+class Course:
+    """A plan of one iteration, and how it goes under it (csrc/engine/course.h)."""
 
-    learns_recipes: bool
-    limit_bytes: int
-    recorder: Recorder | None
-    @property
-    def proven(self) -> list[tuple[int, ProvenRecipe]]: ...  # by the storage's place
-    @property
-    def outcome(self) -> Outcome: ...
-    @property
-    def pooled_bytes(self) -> int: ...
-    def present_bytes(self, granularity: int) -> int: ...
-    def entry(self, index: int) -> Entry | None: ...
     def follow(
         self, plan: Plan, nbytes: float, peak_bytes: int, budget_bytes: int | None, /
     ) -> None: ...  # expected to save so many bytes, and to take so many at most
     def leave_plan(self) -> None: ...
     @property
     def follows_plan(self) -> bool: ...
+    @property
+    def limit_bytes(self) -> int: ...
+    def set_limit_bytes(self, bytes: int, /) -> None: ...
+
+class Iteration:
+    """One forward and the backward that belongs to it (csrc/engine/iteration.h)."""
+
+    def learn_recipes(self) -> None: ...
+    def set_recorder(self, recorder: Recorder | None, /) -> None: ...
+    @property
+    def course(self) -> Course: ...
+    @property
+    def proven(self) -> list[tuple[int, ProvenRecipe]]: ...  # by the storage's place
+    @property
+    def outcome(self) -> Outcome: ...
+    def present_bytes(self, granularity: int) -> int: ...
+    def entry(self, index: int) -> Entry | None: ...
     @property
     def over(self) -> bool: ...
     @property

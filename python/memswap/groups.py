@@ -128,7 +128,7 @@ class Added:
             storage, arrival = entry.storage, entry.arrival
             if storage is None:
                 storage, arrival = entry.identity.lock(), None
-            if storage is None and entry.gone(wait=True):
+            if storage is None and entry.notice_gone(wait=True):
                 storage, arrival = entry.away.bring()
             elif storage is None:
                 storage = entry.storage  # the send has failed, and gave it back

@@ -98,7 +98,7 @@ def test_who_looks_before_a_forward_saves_finds_the_same_plan(device, new_pool, 
         assert_same_gradients(step(layers, 32, device), plain)
         looking.remove()
         assert calls == {"choose": 1}
-        assert manager._engine.iteration.follows_plan
+        assert manager._engine.iteration.course.follows_plan
         assert manager.plan.storages is plan.storages
         assert manager.plan.measured_peak_bytes <= budget
 
@@ -191,7 +191,7 @@ def test_a_step_that_leaves_the_plan_asks_from_there_on(device, new_pool, calls)
             calls.clear()
             assert_same_gradients(step(layers[:depth], 32, device), plain[depth])
             assert not calls
-            followed = manager._engine.iteration.follows_plan
+            followed = manager._engine.iteration.course.follows_plan
             assert followed == (depth == 6), "a backward has another plan than its forward"
         assert manager.plan is not None
 
@@ -241,4 +241,4 @@ def test_a_script_says_what_is_wrong_with_it():
     with pytest.raises(TypeError, match=r"torch\.dtype"):
         made(dtype="float32")
     with pytest.raises(TypeError, match="Plan"):
-        native.Timeline(None).begin().follow(3, 0.0, 0, None)
+        native.Timeline(None).begin().course.follow(3, 0.0, 0, None)

@@ -51,7 +51,7 @@ def test_what_starts_back_without_room_exceeds_the_budget(monkeypatch):
         manager = managed(self, *arguments)
 
         def lift(*unused):
-            manager._engine.iteration.limit_bytes = 0
+            manager._engine.iteration.course.set_limit_bytes(0)
 
         self.model.register_forward_hook(lift)
         return manager

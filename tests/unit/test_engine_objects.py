@@ -93,7 +93,7 @@ def test_an_argument_that_is_neither_true_nor_false_is_an_error():
 
     tensor, entry = saved(new_engine())
     with pytest.raises(TypeError, match="incompatible function arguments"):
-        entry.gone(wait=Neither())
+        entry.notice_gone(wait=Neither())
     view, storage = native.capture(tensor), native.StorageRef(tensor)
     with pytest.raises(TypeError, match="incompatible function arguments"):
         view.rebuild(storage, shares_counter=Neither())

@@ -16,8 +16,8 @@ class Director(Protocol):
     """What an engine asks whoever directs it. The engine's lock serialises the calls.
 
     Storages that the policy keeps reach a director as well, unlike an engine without one. What
-    happens at each mark of an iteration is taken down by its `Iteration.recorder`, and recipes of
-    its storages in `Iteration.proven` and `Iteration.outcome`. Under a plan (`Iteration.follow`)
+    happens at each mark of an iteration is taken down by its `Recorder`, and recipes of its
+    storages in `Iteration.proven` and `Iteration.outcome`. Under a plan (`Course.follow`)
     nobody is asked about a storage that is as expected, unless the policy asks about each.
     """
 

@@ -155,7 +155,7 @@ class BudgetDirector:
             self._notice()
             for one in self._in_flight:
                 one.look()
-                one.iteration.recorder = None
+                one.iteration.set_recorder(None)
             self._in_flight.clear()
             for transfers in engine.open_transfers():
                 engine.set_overflow_room(transfers, None)
@@ -197,7 +197,7 @@ class BudgetDirector:
         timing, chosen = one.timing, None
         if one.plan is not None:
             chosen = one.planned(key, action)
-            if iteration.limit_bytes:
+            if iteration.course.limit_bytes:
                 self._make_room(one, nbytes)
         elif self._tries_codec(one, action, tensor.device):
             chosen = ENCODE_SWAP
@@ -377,8 +377,8 @@ class BudgetDirector:
         for _, plan in planned:
             limit_bytes = max(limit_bytes, plan.limit_bytes * plan.in_flight)
         for iteration, _ in planned:
-            if iteration.limit_bytes < limit_bytes:
-                iteration.limit_bytes = limit_bytes
+            if iteration.course.limit_bytes < limit_bytes:
+                iteration.course.set_limit_bytes(limit_bytes)
 
     def _set_overflow_room(self, transfers: Transfers) -> None:
         """As much as the plans of the iterations in flight ask for; without one, none is set."""
@@ -393,7 +393,7 @@ class BudgetDirector:
         engine, iteration = self._engine, one.iteration
         while (
             one.waited_for < iteration.size
-            and engine.ledger.resident_bytes + nbytes > iteration.limit_bytes
+            and engine.ledger.resident_bytes + nbytes > iteration.course.limit_bytes
         ):
             engine.make_room(iteration, one.waited_for)
             one.waited_for += 1

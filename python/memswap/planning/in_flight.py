@@ -53,14 +53,14 @@ class InFlight:
         """
         followed, iteration = self.followed, self.iteration
         if followed is None:  # or the plan says what is recomputed
-            iteration.learns_recipes = True
+            iteration.learn_recipes()
         else:
             plan = followed.plan
             peak_bytes = plan.limit_bytes * plan.in_flight
             saved_bytes = size * plan.step.saved_bytes
-            iteration.follow(followed.native, saved_bytes, peak_bytes, plan.budget_bytes)
+            iteration.course.follow(followed.native, saved_bytes, peak_bytes, plan.budget_bytes)
         if self.timing is not None:
-            iteration.recorder = self.timing.recorder
+            iteration.set_recorder(self.timing.recorder)
 
     # --- what happens to a storage ----------------------------------------------------------------
 
@@ -77,14 +77,14 @@ class InFlight:
         assert followed is not None
         plan = followed.plan
         planned = None
-        if self.iteration.follows_plan and index < len(plan.storages):
+        if self.iteration.course.follows_plan and index < len(plan.storages):
             planned = plan.storages[index]
         if planned is None or (planned.unit, planned.ordinal, planned.dtype) != (
             key.unit,
             key.ordinal,
             str(key.dtype),
         ):
-            self.iteration.leave_plan()
+            self.iteration.course.leave_plan()
             # Within a budget only what leaves is safe.
             bounded = plan.budget_bytes is not None
             planned = None if bounded else followed.at_place(key)
@@ -92,7 +92,7 @@ class InFlight:
             return None
         chosen = KEEP if action is KEEP else planned.action
         more_bytes = key.nbytes - planned.nbytes
-        if chosen is KEEP and more_bytes and self.iteration.limit_bytes:
+        if chosen is KEEP and more_bytes and self.iteration.course.limit_bytes:
             if action is not KEEP and self.excess_bytes + more_bytes > 0:
                 return None  # the plan knows no room for it
             self.excess_bytes += more_bytes
@@ -118,5 +118,5 @@ class InFlight:
             return
         for index, recipe in self.iteration.proven:
             self.timing.recipes.seen(index, recipe)
-        self.iteration.recorder = None
+        self.iteration.set_recorder(None)
         self.timing.recorder.close()

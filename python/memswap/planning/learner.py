@@ -133,7 +133,7 @@ class Learner:
         """An iteration is over."""
         kind, timing, outcome = one.kind, one.timing, one.outcome
         if one.plan is None and outcome.refused:
-            full_at_bytes = max(kind.learning.full_at_bytes, one.iteration.pooled_bytes)
+            full_at_bytes = max(kind.learning.full_at_bytes, outcome.pooled_bytes)
             kind.learning.full_at_bytes = full_at_bytes
         if kind.plan is None:
             alike = self.together or one.trial == kind.known.trial

@@ -64,8 +64,8 @@ def followed(one: InFlight) -> Anew | None:
     if outcome.began_backward and kind.looked(not outcome.changed):
         return Anew(learns=True)
     measured.unfit = measured.unfit + 1 if outcome.unfit else 0
-    if outcome.refused and one.iteration.pooled_bytes < known.room_bytes:
-        kind.follow(replace(known, room_bytes=one.iteration.pooled_bytes))
+    if outcome.refused and outcome.pooled_bytes < known.room_bytes:
+        kind.follow(replace(known, room_bytes=outcome.pooled_bytes))
         return Anew()
     over = not outcome.changed and (outcome.over_budget_bytes > 0 or outgrown(one))
     if over or (measured.unfit >= 2 and measured.iterations >= REFRAME_AFTER):

@@ -246,7 +246,7 @@ TEST_F(Batches, ABucketThatFailedAfterItWasLoadedIsGivenBack) {
   EXPECT_EQ(entries[0]->state(), State::kAway);
   first.reset();
   second.reset();
-  EXPECT_FALSE(entries[0]->gone(/*wait=*/false)) << "its bytes are nowhere else yet";
+  EXPECT_FALSE(entries[0]->notice_gone(/*wait=*/false)) << "its bytes are nowhere else yet";
   *lane->fails = true;
   EXPECT_TRUE(demands(*batch, entries[0], 1));
   EXPECT_TRUE(demands(*batch, entries[1], 2));

@@ -171,7 +171,7 @@ TEST_F(Engines, WithoutMemoryOnTheWayBackOnlyWhatIsDemandedIsLost) {
   host.transfers = testing::transfers_by(std::make_shared<BlockSender>(lane, pool));
   const Handle first = save(saved_bytes(1)), last = save(saved_bytes(2));
   for (const Handle& handle : {first, last}) {
-    while (!handle.entry()->gone(/*wait=*/true)) {
+    while (!handle.entry()->notice_gone(/*wait=*/true)) {
     }
   }
   lane->fetches = 1;
@@ -286,7 +286,7 @@ TEST_F(Engines, ThePlanOfAnIterationIsFollowedForAsLongAsItFits) {
   plan->places[2].fetches = {0};
   plan->check();
   engine->set_directed(true);
-  engine->iteration()->plan = plan;
+  engine->iteration()->course.set_terms({.plan = plan});
   std::vector<Handle> handles;
   for (uint8_t value = 1; value <= 3; ++value) {
     handles.push_back(save(saved_bytes(value)));
@@ -299,7 +299,7 @@ TEST_F(Engines, ThePlanOfAnIterationIsFollowedForAsLongAsItFits) {
   EXPECT_TRUE(demands(handles[2], 3));
   EXPECT_EQ(handles[0].entry()->state(), State::kReturning) << "it starts back as planned";
   EXPECT_TRUE(demands(handles[0], 1));
-  EXPECT_EQ(engine->iteration()->peak_bytes, 3 * kSavedBytes);
+  EXPECT_EQ(engine->iteration()->course.peak_bytes(), 3 * kSavedBytes);
   EXPECT_EQ(host.asked, 0);
   save(saved_bytes(4));
   EXPECT_EQ(host.asked, 1) << "the plan does not know it";
@@ -318,7 +318,7 @@ TEST_F(Engines, WhatBeginsSmallerThanPlannedIsAskedAbout) {
     }
     begin_iteration();
     scope.ordinal = -1;
-    engine->iteration()->plan = plan;
+    engine->iteration()->course.set_terms({.plan = plan});
     host.asked = 0;
     const Handle first = save(saved_bytes(1)), second = save(saved_bytes(2));
     return host.asked;

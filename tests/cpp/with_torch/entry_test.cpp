@@ -127,7 +127,7 @@ TEST_F(Entries, ASendThatFailedGivesTheStorageBack) {
   EXPECT_EQ(departing.size(), 0u) << "it departs no more";
   EXPECT_EQ(entry->state(), State::kResident);
   EXPECT_EQ(entry->away(), nullptr);
-  EXPECT_TRUE(entry->sent()) << "asked again, it only says so";
+  EXPECT_TRUE(entry->notice_sent()) << "asked again, it only says so";
   ASSERT_NE(entry->storage(), nullptr);
   EXPECT_EQ(entry->storage()->storage.unsafeGetStorageImpl(), look_at(tensor).storage_key());
   EXPECT_EQ(ledger.counters.away_bytes, 0);
@@ -146,7 +146,7 @@ TEST_F(Entries, TheLastHandleTakesTheEntryAlong) {
   EXPECT_EQ(entry->handles(), 2);
   tensor.reset();
   const std::weak_ptr<Entry> alive = entry;
-  EXPECT_TRUE(entry->fetch_ahead()) << "it is away, and has not been demanded";
+  EXPECT_EQ(entry->fetch_ahead(), Ahead::kFetches) << "it is away, and has not been demanded";
   entry->arrival()->wait();
   entry.reset();
   handles.pop_back();

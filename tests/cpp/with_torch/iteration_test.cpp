@@ -216,7 +216,7 @@ TEST_F(Iterations, LongerAndShorterIterationsThanTheForecast) {
 TEST_F(Iterations, WhatWasHeldIsNotSentAgain) {
   Timeline timeline(0);
   const Forward made = forward(timeline, Sizes(3, 50));
-  made.iteration->held.insert(1);
+  made.iteration->note_never_freed(1);
   made.backward({2, 1, 0});
   EXPECT_EQ(forward(timeline, Sizes(3, 50)).verdicts,
             (std::vector<const char*>{nullptr, reasons::kNeverFreed, nullptr}));
@@ -350,7 +350,7 @@ TEST_F(Iterations, WhatWasNeverDemandedIsExpectedLastTheLastSavedFirst) {
 TEST_F(Iterations, APlanSaysWhatComesBackInTheWindowsPlace) {
   Timeline timeline(100);
   const Forward made = forward(timeline, Sizes(4, 50));
-  made.iteration->plan = plan_of({{3, {0, 2}}, {2, {3, 1}}}, 4);
+  made.iteration->course.set_terms({.plan = plan_of({{3, {0, 2}}, {2, {3, 1}}}, 4)});
   EXPECT_TRUE(made.iteration->returns_as_planned());
   EXPECT_EQ(made.backward({3, 2, 1, 0}), (Ahead{{0, 2}, {1}, {}, {}}));
 }
@@ -359,7 +359,7 @@ TEST_F(Iterations, APlanForOtherStoragesLeavesTheWindowInItsPlace) {
   for (const size_t planned : {3, 5}) {
     Timeline timeline(100);
     const Forward made = forward(timeline, Sizes(4, 50));
-    made.iteration->plan = plan_of({{2, {0}}}, planned);
+    made.iteration->course.set_terms({.plan = plan_of({{2, {0}}}, planned)});
     EXPECT_FALSE(made.iteration->returns_as_planned());
     EXPECT_EQ(made.backward({3, 2, 1, 0}), (Ahead{{2, 1}, {0}, {}, {}}));
   }

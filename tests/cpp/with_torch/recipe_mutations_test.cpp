@@ -280,7 +280,7 @@ struct Recomputing {
     away_bytes();
     const std::vector<EntryPtr> saved = forward();
     for (size_t index = 0; index < engine->iteration()->size(); ++index) {
-      while (!engine->iteration()->entry(index)->gone(/*wait=*/true)) {
+      while (!engine->iteration()->entry(index)->notice_gone(/*wait=*/true)) {
         std::this_thread::yield();  // the lane still holds what it has sent
       }
     }

@@ -76,7 +76,7 @@ class Records : public ::testing::Test {
     const Locked locked(engine->lock);
     engine->next_iteration();
     recorder = std::make_shared<Recorder>(Clock(c10::Device(c10::kCPU)));
-    engine->iteration()->recorder = recorder;
+    engine->iteration()->set_recorder(recorder);
     ordinal = -1;
   }
 
@@ -101,7 +101,7 @@ class Records : public ::testing::Test {
 
   std::optional<IterationRecord> taken() {
     const Locked locked(engine->lock);
-    engine->iteration()->recorder = nullptr;
+    engine->iteration()->set_recorder(nullptr);
     recorder->close();
     return recorder->take();
   }
@@ -248,7 +248,7 @@ TEST_F(Records, UnderAPlanAnIterationIsTakenDownToo) {
                             .dtype = c10::ScalarType::Byte,
                             .action = place == 0 ? Action::kSwap : Action::kKeep});
   }
-  engine->iteration()->plan = plan;
+  engine->iteration()->course.set_terms({.plan = plan});
   std::vector<KnownPtr> entries;
   HookScope scope{.unit = "unit", .covered = true};
   for (int64_t place = 0; place < 2; ++place) {
@@ -271,9 +271,9 @@ TEST_F(Records, ABackwardOfAnotherForwardThanPlannedFollowsNoPlan) {
   const EntryPtr entry = save(bytes());
   auto plan = std::make_shared<Plan>(Plan{.device = c10::Device(c10::kCPU)});
   plan->places.resize(2);
-  engine->iteration()->plan = plan;
+  engine->iteration()->course.set_terms({.plan = plan});
   engine->demand(entry);
-  EXPECT_EQ(engine->iteration()->plan, nullptr);
+  EXPECT_FALSE(engine->iteration()->course.follows_plan());
 }
 
 // Threads demand while others save: the marks are those of one iteration after another.

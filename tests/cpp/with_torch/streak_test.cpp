@@ -28,10 +28,14 @@ class Streaks : public ::testing::Test {
 
   Streaks() {
     plan->places.resize(kStorages);
-    first.iteration->follow(plan, kStorages * kSavedBytes, kPeakBytes, kBudgetBytes);
-    first.iteration->limit_bytes = kLimitBytes;
+    follow(first);
   }
 
+  // `expected` and `limit_bytes`: other ones than all iterations have.
+  void follow(Step& step, int64_t limit_bytes = kLimitBytes,
+              Course::Expected expected = {kStorages * kSavedBytes, kPeakBytes, kBudgetBytes}) {
+    step.iteration->course.set_terms({plan, expected, limit_bytes});
+  }
   void forward(Step& step, size_t storages = kStorages) {
     for (size_t index = 0; index < storages; ++index) {
       const at::Tensor tensor = at::empty({1});
@@ -42,13 +46,13 @@ class Streaks : public ::testing::Test {
     }
   }
   static void backward(Step& step) {
-    step.iteration->begin_backward(/*away_bytes=*/0);
+    step.iteration->course.begin_backward(step.iteration->size(), /*away_bytes=*/0);
     step.iteration->demand(step.graph.size() - 1);
     step.graph.clear();
   }
   void as_planned(Step& step, int64_t peak_bytes = kPeakBytes) {
     forward(step);
-    step.iteration->peak_bytes = peak_bytes;
+    step.iteration->course.note_resident(peak_bytes);
     backward(step);
   }
   Step begin() { return {timeline.begin(), {}}; }
@@ -64,14 +68,14 @@ TEST_F(Streaks, NobodyIsAskedBeforeAsManyForwardsAsWereSaid) {
   as_planned(first, kPeakBytes - 1);
   Step second = begin(), third = begin();
   ASSERT_TRUE(streak.extend(second.iteration));
-  EXPECT_EQ(second.iteration->plan, plan);
-  EXPECT_EQ(second.iteration->limit_bytes, kLimitBytes);
+  EXPECT_EQ(second.iteration->course.plan(), plan);
+  EXPECT_EQ(second.iteration->course.limit_bytes(), kLimitBytes);
   as_planned(second, kPeakBytes);
   ASSERT_TRUE(streak.extend(third.iteration));
   as_planned(third, kLimitBytes);
   const Step fourth = begin();
   EXPECT_FALSE(streak.extend(fourth.iteration));
-  EXPECT_FALSE(fourth.iteration->follows_plan());
+  EXPECT_FALSE(fourth.iteration->course.follows_plan());
 
   const Streak::Seen seen = streak.end();
   EXPECT_EQ(seen.forwards, 3);
@@ -97,51 +101,49 @@ TEST_F(Streaks, WhatIsNotAsPlannedIsAskedAbout) {
        }},
       {"more bytes",
        [&](Step& step) {
-         step.iteration->expected->nbytes /= 1.26;
+         follow(step, kLimitBytes, {kStorages * kSavedBytes / 1.26, kPeakBytes, kBudgetBytes});
          as_planned(step);
        }},
       {"a little more bytes",
        [&](Step& step) {
-         step.iteration->expected->nbytes /= 1.24;
+         follow(step, kLimitBytes, {kStorages * kSavedBytes / 1.24, kPeakBytes, kBudgetBytes});
          as_planned(step);
        }},
       {"another way",
        [&](Step& step) {
-         step.iteration->leave_plan();
+         step.iteration->course.leave_plan();
          as_planned(step);
        }},
       {"a longer frame",
        [&](Step& step) {
-         step.iteration->unfit = true;
+         step.iteration->course.note_unfit();
          as_planned(step);
        }},
       {"a full pool",
        [&](Step& step) {
-         step.iteration->refuse(1);
+         step.iteration->course.note_refused(1);
          as_planned(step);
        }},
       {"no recipe",
        [&](Step& step) {
-         step.iteration->no_recipe.insert(1);
+         step.iteration->course.note_no_recipe(1);
          as_planned(step);
        }},
       {"more than its limit", [&](Step& step) { as_planned(step, kLimitBytes + 1); }},
       {"more than planned, without a limit",
        [&](Step& step) {
-         step.iteration->limit_bytes = 0;
+         follow(step, /*limit_bytes=*/0);
          as_planned(step, kPeakBytes + 1);
        }},
       {"more than the budget",
        [&](Step& step) {
-         step.iteration->expected->budget_bytes = 0;
-         step.iteration->limit_bytes = 1;
+         follow(step, /*limit_bytes=*/1, {kStorages * kSavedBytes, kPeakBytes, 0});
          as_planned(step);
        }},
   };
   for (const auto& [name, change] : changes) {
     Step step = begin();
-    step.iteration->follow(plan, kStorages * kSavedBytes, kPeakBytes, kBudgetBytes);
-    step.iteration->limit_bytes = kLimitBytes;
+    follow(step);
     Streak streak(step.iteration, {.forwards = 10});
     change(step);
     const bool fine = name == "nothing" || name == "a little more bytes";
@@ -175,9 +177,9 @@ TEST_F(Streaks, WhatHasSavedNothingFollowsNoPlanOnceTheStreakHasEnded) {
   const Step second = begin();
   ASSERT_TRUE(streak.extend(second.iteration));
   const Streak::Seen seen = streak.end();
-  EXPECT_FALSE(second.iteration->follows_plan());
-  EXPECT_FALSE(second.iteration->expected);
-  EXPECT_EQ(second.iteration->limit_bytes, 0);
+  EXPECT_FALSE(second.iteration->course.follows_plan());
+  EXPECT_FALSE(second.iteration->course.terms().expected);
+  EXPECT_EQ(second.iteration->course.limit_bytes(), 0);
   EXPECT_EQ(seen.forwards, 2);
   EXPECT_EQ(seen.ended, 1);
   EXPECT_TRUE(seen.in_flight.empty());
