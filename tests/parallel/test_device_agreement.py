@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from resident_training import map_storages
 from torch import nn
 
 import memswap
@@ -25,7 +26,7 @@ MOST_STEPS = 100
 
 
 class Layer(nn.Module):
-    """Saves two storages of 40 MiB, which malloc takes from the system and gives back at once."""
+    """Saves two storages of 20 MiB, which malloc takes from the system and gives back at once."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -33,6 +34,13 @@ class Layer(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return (x * self.scale).tanh()
+
+
+def step_once() -> None:
+    """So that what a first step imports, tens of MiB, is resident before training begins."""
+    layer = Layer()
+    layer(torch.ones(1, 1024)).mean().backward()
+    torch.optim.AdamW(layer.parameters()).step()
 
 
 class Training:
@@ -44,9 +52,11 @@ class Training:
     """
 
     def __init__(self, rank: Rank, room: int | None) -> None:
+        map_storages()  # in this rank's process, from now on
+        step_once()
         self.layers = nn.Sequential(*(Layer() for _ in range(3)))
         self.optimizer = torch.optim.AdamW(self.layers.parameters(), lr=0.1)
-        self.x = torch.linspace(-2, 2 + rank.rank, 10240 * 1024).reshape(10240, 1024)
+        self.x = torch.linspace(-2, 2 + rank.rank, 5120 * 1024).reshape(5120, 1024)
         self.budget = 0
         self.manager: memswap.Manager | None = None
         if room is not None:
@@ -56,7 +66,7 @@ class Training:
                 memswap.Policy(action=Action.SWAP, min_bytes=1),
                 optimizer=self.optimizer,
                 budget=f"device:{self.budget}B",
-                pool=memswap.DiskPool(tempfile.gettempdir(), budget="1GiB"),
+                pool=memswap.DiskPool(tempfile.gettempdir(), budget="512MiB"),
                 rates=RATES,
                 group=dist.group.WORLD,
             )
@@ -94,9 +104,9 @@ def decisions(plan: DevicePlan) -> tuple[Any, ...]:
 @distributed(2)
 def test_each_rank_keeps_its_own_device_budget_by_one_plan(rank: Rank) -> None:
     """Rank 1 has more memory and needs more of it for other things: both have the same plan."""
-    others = [torch.ones(20 * MIB // 4) for _ in range(rank.rank)]
-    training = Training(rank, (200 + 40 * rank.rank) * MIB)
-    more = [torch.ones(40 * MIB // 4) for _ in range(rank.rank)]
+    others = [torch.ones(10 * MIB // 4) for _ in range(rank.rank)]
+    training = Training(rank, (100 + 20 * rank.rank) * MIB)
+    more = [torch.ones(20 * MIB // 4) for _ in range(rank.rank)]
     plan = training.until(rank, lambda plan: plan.moved_bytes > 0)
     rank.same_everywhere(decisions(plan), "the plan")
     for _ in range(3):
@@ -121,9 +131,9 @@ def test_each_rank_keeps_its_own_device_budget_by_one_plan(rank: Rank) -> None:
 def test_what_one_rank_alone_has_more_of_all_learn_again(rank: Rank) -> None:
     """Nobody follows another plan than the others while they find out."""
     kinds.RETIME_DEVICES_AFTER = 3  # of this process
-    training = Training(rank, 300 * MIB)
+    training = Training(rank, 150 * MIB)
     first = training.until(rank, lambda plan: plan.moved_bytes == 0)
-    more = [torch.ones(110 * MIB // 4) for _ in range(rank.rank)]
+    more = [torch.ones(55 * MIB // 4) for _ in range(rank.rank)]
     second = training.until(rank, lambda plan: plan.moved_bytes > 0)
     rank.same_everywhere(decisions(second), "the plan")
     assert decisions(first) != decisions(second)
