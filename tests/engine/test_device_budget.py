@@ -572,7 +572,7 @@ def test_on_a_cpu_the_process_resident_memory_is_what_counts(room, later, action
 @pytest.mark.cpu_only
 def test_on_a_cpu_frames_that_grow_by_and_by_are_planned_anew():
     """Those of the first plan would be a hundredth of the budget longer by the last step."""
-    found = trained_apart(40 << 20, 268 << 20, 0, "encode")
+    found = trained_apart(20 << 20, 134 << 20, 0, "encode")
     assert found["moved_bytes"] > 0
     assert found["measured_bytes"] <= found["budget_bytes"]
     difference = found["measured_bytes"] - found["planned_bytes"]
