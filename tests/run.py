@@ -162,7 +162,7 @@ def run_apart(names: Sequence[str], slow: bool, more: list[str]) -> dict[str, Su
 
 
 def jobs_at_a_time() -> int:
-    """How many parts: one takes seven eighths of a core, as ranks and programs wait for another."""
+    """How many parts: one takes seven eighths of a core, as its processes wait for one another."""
     return 1 if (os.cpu_count() or 1) == 1 else 3
 
 

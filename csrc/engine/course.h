@@ -52,7 +52,7 @@ class Course {
 
   const Terms& terms() const { return terms_; }
   void set_terms(Terms terms) { terms_ = std::move(terms); }
-  // A plan says from here on what happens to the storages. Its limit is the one that it has.
+  // A plan says from here on what happens to the storages. The limit stays as it is.
   void follow(std::shared_ptr<const Plan> plan, double nbytes, int64_t peak_bytes,
               std::optional<int64_t> budget_bytes) {
     terms_.plan = std::move(plan);

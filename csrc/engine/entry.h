@@ -147,8 +147,8 @@ class Entry final : public Known, public std::enable_shared_from_this<Entry> {
   StorageRefPtr bring();
   // Bytes that come to the device when it starts back, its frame's included; 0: it is not away.
   int64_t returning_nbytes();
-  // Has the storage back, ahead of a demand, until each save has read it so many times: the one
-  // that somebody holds still, or else a fetch. What a recipe makes is left to its demand.
+  // Brings the storage back ahead of its demand, and holds it until each save has read it so many
+  // times. One that somebody still holds is not fetched. What a recipe makes is left to its demand.
   Ahead load(int64_t readings);
   // Lets go of the storage again, whose away form is still there. Nothing is copied.
   void let_go();

@@ -110,7 +110,7 @@ def plain_gradients(device, *inputs, depth=3):
 
     Trained once for all schedules and away forms: it has one stream, so they change no bit of it.
     """
-    key = (device, depth, *((x.shape, bits(x).numpy().tobytes()) for x in inputs))
+    key = (device, depth, *((x.dtype, x.shape, bits(x).numpy().tobytes()) for x in inputs))
     if key not in _PLAIN:
         model = new_stack(device, depth)
         for x in inputs:

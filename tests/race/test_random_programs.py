@@ -209,7 +209,7 @@ def plainly(seed: int) -> list[torch.Tensor]:
 
 
 def run_program(seed: int, schedule: Schedule) -> int:
-    """Managed in a laboratory of its own, beside plain. Returns how many storages moved."""
+    """Managed in a laboratory of its own, compared with plain. Returns how many storages moved."""
     program = Program(seed)
     expected = plainly(seed)
     try:

@@ -23,7 +23,7 @@ namespace {
 
 using Sizes = std::vector<int64_t>;
 using Places = std::vector<size_t>;
-using Ahead = std::vector<Places>;  // what each demand asked for ahead
+using Asked = std::vector<Places>;  // for, ahead of each demand
 
 constexpr const char* kAtOnce = reasons::kNeededAtOnce;
 
@@ -43,8 +43,8 @@ class Iterations : public ::testing::Test {
     std::vector<EntryPtr> entries;
     std::vector<const char*> verdicts;
 
-    Ahead backward(const Places& order) const {
-      Ahead asked;
+    Asked backward(const Places& order) const {
+      Asked asked;
       for (const size_t index : order) {
         asked.push_back(demand(index));
       }
@@ -115,7 +115,7 @@ TEST_F(Iterations, TheFirstBackwardExpectsTheReverseOrderAndNothingElseIsKnown) 
   Timeline timeline(100);
   const Forward first = forward(timeline, Sizes(5, 50));
   EXPECT_EQ(first.verdicts, std::vector<const char*>(5, nullptr));
-  EXPECT_EQ(first.backward({4, 3, 2, 1, 0}), (Ahead{{3, 2}, {1}, {0}, {}, {}}));
+  EXPECT_EQ(first.backward({4, 3, 2, 1, 0}), (Asked{{3, 2}, {1}, {0}, {}, {}}));
 }
 
 TEST_F(Iterations, AWindowOfZeroAsksForNothingAhead) {
@@ -123,7 +123,7 @@ TEST_F(Iterations, AWindowOfZeroAsksForNothingAhead) {
   for (int times = 0; times < 2; ++times) {
     const Forward made = forward(timeline, Sizes(4, 50));
     EXPECT_EQ(made.verdicts, std::vector<const char*>(4, nullptr));
-    EXPECT_EQ(made.backward({3, 2, 1, 0}), Ahead(4));
+    EXPECT_EQ(made.backward({3, 2, 1, 0}), Asked(4));
   }
 }
 
@@ -140,7 +140,7 @@ TEST_F(Iterations, APredictionFollowsTheRecordedOrderNotThatOfSaving) {
   forward(timeline, Sizes(4, 50)).backward(order);
   const Forward next = forward(timeline, Sizes(4, 50));
   EXPECT_EQ(next.verdicts, (std::vector<const char*>{nullptr, kAtOnce, nullptr, nullptr}));
-  EXPECT_EQ(next.backward(order), (Ahead{{3}, {0}, {2}, {}}));
+  EXPECT_EQ(next.backward(order), (Asked{{3}, {0}, {2}, {}}));
 }
 
 TEST_F(Iterations, BytesAheadNeverExceedTheWindowAndEachStorageIsAskedForOnce) {
@@ -238,7 +238,7 @@ TEST_F(Iterations, SeveralIterationsAreAliveAtOnce) {
     alive.push_back(forward(timeline, Sizes(3, 50)));
   }
   for (const Forward& made : alive) {
-    EXPECT_EQ(made.backward({2, 1, 0}), (Ahead{{1}, {0}, {}}));
+    EXPECT_EQ(made.backward({2, 1, 0}), (Asked{{1}, {0}, {}}));
   }
   EXPECT_EQ(forward(timeline, Sizes(3, 50)).verdicts,
             (std::vector<const char*>{nullptr, nullptr, kAtOnce}));
@@ -330,8 +330,8 @@ TEST_F(Iterations, WindowsWithNothingBetweenThemAreOne) {
 
 TEST_F(Iterations, ADecodedStorageInUseIsPartOfTheWindow) {
   Timeline wide(100), narrow(10);
-  EXPECT_EQ(forward(wide, Sizes(6, 50), true).backward({5, 4, 3}), (Ahead{{4}, {3}, {2}}));
-  EXPECT_EQ(forward(narrow, Sizes(6, 50), true).backward({5, 4, 3}), Ahead(3));
+  EXPECT_EQ(forward(wide, Sizes(6, 50), true).backward({5, 4, 3}), (Asked{{4}, {3}, {2}}));
+  EXPECT_EQ(forward(narrow, Sizes(6, 50), true).backward({5, 4, 3}), Asked(3));
 }
 
 TEST_F(Iterations, BytesThatMayLeaveAtOnceAreTheWindowAndNeverLessThanOneStorage) {
@@ -344,7 +344,7 @@ TEST_F(Iterations, WhatWasNeverDemandedIsExpectedLastTheLastSavedFirst) {
   Timeline timeline(50);
   forward(timeline, Sizes(5, 50)).backward({2, 0});
   EXPECT_EQ(forward(timeline, Sizes(5, 50)).backward({2, 0, 4, 3, 1}),
-            (Ahead{{0}, {4}, {3}, {1}, {}}));
+            (Asked{{0}, {4}, {3}, {1}, {}}));
 }
 
 TEST_F(Iterations, APlanSaysWhatComesBackInTheWindowsPlace) {
@@ -352,7 +352,7 @@ TEST_F(Iterations, APlanSaysWhatComesBackInTheWindowsPlace) {
   const Forward made = forward(timeline, Sizes(4, 50));
   made.iteration->course.set_terms({.plan = plan_of({{3, {0, 2}}, {2, {3, 1}}}, 4)});
   EXPECT_TRUE(made.iteration->returns_as_planned());
-  EXPECT_EQ(made.backward({3, 2, 1, 0}), (Ahead{{0, 2}, {1}, {}, {}}));
+  EXPECT_EQ(made.backward({3, 2, 1, 0}), (Asked{{0, 2}, {1}, {}, {}}));
 }
 
 TEST_F(Iterations, APlanForOtherStoragesLeavesTheWindowInItsPlace) {
@@ -361,7 +361,7 @@ TEST_F(Iterations, APlanForOtherStoragesLeavesTheWindowInItsPlace) {
     const Forward made = forward(timeline, Sizes(4, 50));
     made.iteration->course.set_terms({.plan = plan_of({{2, {0}}}, planned)});
     EXPECT_FALSE(made.iteration->returns_as_planned());
-    EXPECT_EQ(made.backward({3, 2, 1, 0}), (Ahead{{2, 1}, {0}, {}, {}}));
+    EXPECT_EQ(made.backward({3, 2, 1, 0}), (Asked{{2, 1}, {0}, {}, {}}));
   }
 }
 
