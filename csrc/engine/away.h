@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstddef>
+#include <functional>
 #include <memory>
 
 #include "lane/lane.h"
@@ -39,6 +40,9 @@ class AwayForm {
   // Bytes that it takes now: of the device, and of a pool.
   virtual size_t device_nbytes() const = 0;
   virtual size_t pool_nbytes() const = 0;
+
+  // Calls this each time that `device_nbytes` has become another number by somebody else's doing.
+  virtual void on_change(std::function<void()> /*call*/) {}
 
   // Bytes of the device that it needs while it comes back, beside the storage.
   virtual size_t returning_nbytes() const { return 0; }

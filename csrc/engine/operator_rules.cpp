@@ -3,6 +3,7 @@
 #include <ATen/core/enum_tag.h>
 #include <c10/core/DispatchKeySet.h>
 
+#include <algorithm>
 #include <array>
 #include <cstring>
 #include <stdexcept>
@@ -62,9 +63,25 @@ bool takes_generator(const c10::FunctionSchema& schema) {
   return false;
 }
 
+// Whether an operator works together with other processes, by torch's own names for it: the library
+// of collectives that it belongs to, or the group that it is given.
+bool communicates(const c10::FunctionSchema& schema) {
+  for (const char* const library : {"c10d::", "_c10d_", "symm_mem::"}) {
+    if (schema.name().starts_with(library)) {
+      return true;
+    }
+  }
+  return std::ranges::any_of(schema.arguments(), [](const c10::Argument& argument) {
+    return argument.name() == "group_name" || argument.name() == "process_group";
+  });
+}
+
 // Why an operator is never run again in place of its outputs; empty: nothing speaks against it.
 std::string obstacle(const c10::OperatorHandle& op) {
   const c10::FunctionSchema& schema = op.schema();
+  if (communicates(schema)) {
+    return "communicates with other processes";
+  }
   if (op.hasTag(at::Tag::nondeterministic_seeded) || takes_generator(schema)) {
     return "draws random numbers";
   }

@@ -113,14 +113,28 @@ Returning RecipeForm::run(bool in_passing) {
   if (siblings_) {
     for (const auto& one : *siblings_) {
       const auto sibling = one.lock();
-      if (sibling && sibling.get() != this && !sibling->ready_.storage &&
-          !sibling->settled_.storage) {
-        sibling->ready_ = {sibling->result_of(results), nullptr};
-        sibling->ready_.arrival = end_of_run(sibling->ready_.storage->storage);
+      if (sibling && sibling.get() != this) {
+        sibling->serve(results);
       }
     }
   }
   return back;
+}
+
+// Takes its own of what a sibling's run has made, if it has not got it yet.
+void RecipeForm::serve(const std::vector<at::Tensor>& results) noexcept {
+  if (ready_.storage || settled_.storage) {
+    return;
+  }
+  try {
+    ready_ = {result_of(results), nullptr};
+    ready_.arrival = end_of_run(ready_.storage->storage);
+  } catch (const std::exception&) {
+    ready_ = {};  // its own demand will say what is wrong
+  }
+  if (changed_) {
+    changed_();
+  }
 }
 
 Returning RecipeForm::bring(bool in_passing) {
@@ -142,6 +156,9 @@ void RecipeForm::before_edit() noexcept {
     serialised_([this] {
       if (!settled_.storage) {
         settled_ = ready_.storage ? std::exchange(ready_, {}) : run(true);
+        if (changed_) {
+          changed_();
+        }
       }
     });
   } catch (const std::exception&) {

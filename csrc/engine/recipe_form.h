@@ -6,6 +6,7 @@
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <utility>
 #include <vector>
 
 #include "away.h"
@@ -44,6 +45,7 @@ class RecipeForm final : public AwayForm,
   Returning look() override { return bring(true); }
   size_t device_nbytes() const override;
   size_t pool_nbytes() const override { return 0; }
+  void on_change(std::function<void()> call) override { changed_ = std::move(call); }
   size_t returning_nbytes() const override { return 0; }
   // Its sources may themselves be away: nothing is gained by asking for them early.
   bool can_fetch_ahead() const override { return false; }
@@ -58,6 +60,7 @@ class RecipeForm final : public AwayForm,
  private:
   Returning bring(bool in_passing);
   Returning run(bool in_passing);
+  void serve(const std::vector<at::Tensor>& results) noexcept;
   StorageRefPtr result_of(const std::vector<at::Tensor>& results) const;
 
   const StepPtr step_;
@@ -67,6 +70,7 @@ class RecipeForm final : public AwayForm,
   const Serialised serialised_;
   const MadeBytes made_;
   std::shared_ptr<std::vector<std::weak_ptr<RecipeForm>>> siblings_;
+  std::function<void()> changed_;
   Returning ready_;    // a sibling's run has made it too
   Returning settled_;  // of before a source was edited; whoever asks gets a copy
 };

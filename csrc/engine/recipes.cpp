@@ -276,7 +276,11 @@ std::optional<Recipes::Learnt> Recipes::known_of(const RecipePlace& place, const
   std::string words = words_of(step);
   const std::lock_guard lock(mutex_);
   if (places_.size() >= options_.most_places && !places_.contains(place)) {
-    places_.clear();
+    // What has differed once is never forgotten.
+    std::erase_if(places_, [](const auto& row) { return !row.second.failed; });
+    if (places_.size() >= options_.most_places) {
+      return std::nullopt;
+    }
   }
   const bool repeats = place.time > 0;
   if (repeats) {
@@ -288,8 +292,9 @@ std::optional<Recipes::Learnt> Recipes::known_of(const RecipePlace& place, const
   if (learnt.failed || (learnt.saved_later && extra_nbytes(step) > 0)) {
     return std::nullopt;
   }
-  if (learnt.words != words) {
+  if (learnt.words != words || learnt.modes != step.call->modes()) {
     learnt = {.words = std::move(words),
+              .modes = step.call->modes(),
               .waited_nbytes = learnt.waited_nbytes,
               .several = learnt.several,
               .shape = planned ? shape_of(step) : nullptr,

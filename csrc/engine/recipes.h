@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "away.h"
+#include "compute_modes.h"
 #include "forward_graph.h"
 #include "operator_log.h"
 #include "proven_recipe.h"
@@ -169,6 +170,7 @@ class Recipes : public std::enable_shared_from_this<Recipes> {
   // What became of a place, for reports.
   struct Learnt {
     std::string words;
+    ComputeModes modes;  // under which it was proven
     int proofs = 0;
     bool failed = false;
     int64_t waited_nbytes = 0;  // of the device, taken by the other form; 0: not known, or none
@@ -197,8 +199,9 @@ class Recipes : public std::enable_shared_from_this<Recipes> {
   const RecipeChoice* choice_of(const RecipePlace& place, const OperatorCallPtr& call);
   void choose();
   RecipeAnswer watched(const RecipePlace& place);
-  // What is known of a place, of this recipe: one that reads other words begins anew. Nothing: the
-  // place has none, or none that keeps anything for itself.
+  // What is known of a place, of this recipe: one that reads other words, or runs under other
+  // settings of torch, begins anew. Nothing: the place has none, or none that keeps anything for
+  // itself; or it is new, and there are too many that have failed.
   std::optional<Learnt> known_of(const RecipePlace& place, const Step& step, bool planned);
   bool costs_too_much(const Step& step, double limit_nbytes) const;
   bool reads_recipes(const Step& step) const;

@@ -318,12 +318,17 @@ def test_dropout_is_never_run_again(device, training):
     model = nn.Sequential(nn.Linear(16, 64), nn.Dropout(0.5), nn.Linear(64, 16)).to(device)
     model.train(training)
     x = random(device, 8, 16)
+    expected = []
     for step in range(5):
         torch.manual_seed(step)
-        expected = gradients_of(model, x)
-        torch.manual_seed(step)
-        with memswap.manage([model], RECOMPUTE):
-            assert_same_gradients(gradients_of(model, x), expected)
+        expected.append(gradients_of(model, x))
+    with memswap.manage([model], RECOMPUTE) as manager:
+        for step in range(5):
+            torch.manual_seed(step)
+            assert_same_gradients(gradients_of(model, x), expected[step])
+        assert manager._engine.recipes is not None
+        words = [words for _, (words, _, _) in manager._engine.recipes.learnt()]
+    assert not any("dropout" in one or "bernoulli" in one for one in words), words
 
 
 @pytest.mark.usefixtures("at_once")
@@ -381,21 +386,30 @@ def test_a_scaled_loss_and_a_skipped_step(device):
     if device.type != "cpu":
         pytest.skip("GradScaler knows no simulated accelerator")
 
-    def run(recomputes: bool) -> list[torch.Tensor]:
+    def run(recomputes: bool) -> tuple[list[torch.Tensor], list[float]]:
         model, x = new_model(device), random(device, 4, 16)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**40)
-        with memswap.manage(model, RECOMPUTE) if recomputes else contextlib.nullcontext():
-            for _ in range(4):
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127, backoff_factor=2.0**-60)
+        scales = []
+        manager = memswap.manage(model, RECOMPUTE) if recomputes else None
+        with manager or contextlib.nullcontext():
+            for _ in range(5):
                 optimizer.zero_grad()
                 with torch.autocast("cpu", torch.bfloat16):
-                    loss = model(x).float().square().mean()
+                    loss = (32 * model(x).float()).square().sum()
                 scaler.scale(loss).backward()
                 scaler.step(optimizer)
                 scaler.update()
-        return [p.detach().clone() for p in model.parameters()]
+                scales.append(scaler.get_scale())
+        if manager is not None:
+            assert manager.stats().recipe_runs > 0
+        return [p.detach().clone() for p in model.parameters()], scales
 
-    assert_same_gradients(run(True), run(False))
+    (managed, scales), (plain, expected) = run(True), run(False)
+    assert_same_gradients(managed, plain)
+    assert scales == expected
+    assert scales[0] < 2.0**127, "no step was skipped"
+    assert scales[-1] == scales[-2], "no step was taken"
 
 
 def test_a_dispatch_mode_in_backward_does_not_see_what_is_run_again(device):

@@ -218,6 +218,10 @@ TEST(OperatorRules, SayWhyAnOperatorIsNeverRunAgain) {
   EXPECT_NE(rule("aten::rrelu_with_noise", "", {"aten::rrelu_with_noise"}).kind,
             OperatorKind::kRepeatable);
   EXPECT_EQ(rule("aten::view", "", {"aten::view"}).reason, "returns a view");
+  for (const char* shared : {"_c10d_functional::all_reduce", "_c10d_functional::wait_tensor",
+                             "_c10d_functional::all_gather_into_tensor"}) {
+    EXPECT_EQ(rule(shared, "", {shared}).reason, "communicates with other processes") << shared;
+  }
   EXPECT_EQ(rule("aten::nonzero", "", {"aten::nonzero"}).kind, OperatorKind::kOther);
   EXPECT_EQ(rule("aten::equal", "", {"aten::equal"}).kind, OperatorKind::kOther);
 }

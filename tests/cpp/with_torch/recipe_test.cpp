@@ -1,4 +1,5 @@
 // Recipes: what they read, that they give the same bytes, and what is proven before.
+#include <ATen/Context.h>
 #include <ATen/Parallel.h>
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/_softmax.h>
@@ -19,6 +20,7 @@
 #include <ATen/ops/where.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <utility>
 #include <vector>
 
@@ -115,7 +117,10 @@ TEST_F(WithRecipes, OneRunServesAllResultsOfAnOperator) {
   const auto [normed, mean, rstd] = at::native_layer_norm(x, {64}, {}, {}, 1e-5);
   const RecipeAnswer first = offer(normed, 1), second = offer(rstd, 2);
   ASSERT_TRUE(first.leaving && second.leaving);
+  int changes = 0;
+  first.leaving->away->on_change([&] { ++changes; });
   EXPECT_TRUE(comes_back(*second.leaving->away, rstd));
+  EXPECT_EQ(changes, 1) << "whoever counts what the form takes has to hear of it";
   EXPECT_EQ(first.leaving->away->device_nbytes(), normed.storage().nbytes());
   EXPECT_TRUE(comes_back(*first.leaving->away, normed));
   EXPECT_EQ(first.leaving->away->device_nbytes(), 0u);
@@ -228,6 +233,52 @@ TEST_F(WithProofs, APlaceThatDifferedNeverIsARecipe) {
     }
   }
   EXPECT_TRUE(recipes->learnt().at(0).second.failed);
+}
+
+TEST_F(WithProofs, UnderOtherSettingsAPlaceIsProvenAnew) {
+  const auto trains = [&] {
+    recipes->begin_iteration();
+    const at::Tensor made = at::silu(x);
+    const RecipeAnswer answer = offer(made);
+    if (answer.trial) {
+      answer.trial->demanded(0);
+    }
+    return answer.leaving.has_value();
+  };
+  EXPECT_FALSE(trains() || trains());
+  EXPECT_TRUE(trains());
+  at::globalContext().setDeterministicAlgorithms(true, true);
+  const bool anew = trains();
+  at::globalContext().setDeterministicAlgorithms(false, false);
+  EXPECT_FALSE(anew);
+}
+
+class WithFewPlaces : public WithRecipes {
+ protected:
+  WithFewPlaces() : WithRecipes({.proofs = 2, .most_places = 2}) {}
+};
+
+TEST_F(WithFewPlaces, APlaceThatDifferedIsNotForgottenForOthers) {
+  for (int iteration = 0; iteration < 4; ++iteration) {
+    recipes->begin_iteration();
+    const at::Tensor made = at::silu(x), other = at::exp(x), third = at::sin(x);
+    if (iteration == 0) {
+      const OperatorLog::Unobserved unseen;
+      bytes_of(made.storage())[17].add_(1);
+    }
+    int64_t number = 0;
+    for (const at::Tensor& saved : {made, other, third}) {
+      const RecipeAnswer answer = offer(saved, number++);
+      EXPECT_FALSE(answer.leaving) << "of which others were forgotten is never proven twice";
+      if (answer.trial) {
+        answer.trial->demanded(0);
+      }
+    }
+  }
+  const auto rows = recipes->learnt();
+  EXPECT_TRUE(std::any_of(rows.begin(), rows.end(), [](const auto& row) {
+    return row.first.number == 0 && row.second.failed;
+  }));
 }
 
 TEST_F(WithProofs, APlaceWhoseSourcesAreEditedBeforeBackwardNeverIsARecipe) {

@@ -78,8 +78,10 @@ class Host : public RecipeHost {
 class WithRecipes : public ::testing::Test {
  protected:
   explicit WithRecipes(int proofs = 0, std::unique_ptr<Host> made = std::make_unique<Host>())
-      : recipes(std::make_shared<Recipes>(OperatorRules(), std::move(made),
-                                          Recipes::Options{.proofs = proofs})),
+      : WithRecipes(Recipes::Options{.proofs = proofs}, std::move(made)) {}
+  explicit WithRecipes(Recipes::Options options,
+                       std::unique_ptr<Host> made = std::make_unique<Host>())
+      : recipes(std::make_shared<Recipes>(OperatorRules(), std::move(made), options)),
         host(static_cast<Host&>(recipes->host())) {
     recipes->log().enter();
   }
