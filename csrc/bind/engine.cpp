@@ -103,7 +103,7 @@ EnginePtr make_engine(std::optional<int64_t> prefetch_bytes, Schedule schedule) 
 void bind_ledger(py::module_& module) {
   py::class_<Known, KnownPtr>(module, "Known");
   Bound<Ledger, std::shared_ptr<Ledger>>(module, "Ledger")
-      .calls<&Ledger::keep, &Ledger::tell_once, &Ledger::reset>()
+      .calls<&Ledger::keep, &Ledger::tell_once, &Ledger::tell, &Ledger::reset>()
       .reads<&Ledger::kept, &Ledger::known_storages, &Ledger::counters, &Ledger::resident_bytes>()
       .def("offer", [](Ledger& self, int64_t nbytes) { self.counters.offer(nbytes); })
       .def("set_reserved", [](Ledger& self, int64_t bytes) { self.counters.set_reserved(bytes); });
@@ -201,14 +201,16 @@ void bind_engine(py::module_& module) {
   Bound<Streak::Seen>(module, "StreakSeen")
       .reads<&Streak::Seen::forwards, &Streak::Seen::ended, &Streak::Seen::in_flight,
              &Streak::Seen::most_in_flight, &Streak::Seen::peak_bytes>();
+  Bound<Planning>(module, "Planning")
+      .calls<&Planning::set_directed, &Planning::set_plans_sources, &Planning::make_room,
+             &Planning::count_recomputed, &Planning::sweep_recomputed, &Planning::begin_streak,
+             &Planning::extend_streak, &Planning::end_streak>()
+      .reads<&Planning::directed>();
   Bound<Engine, EnginePtr>(module, "Engine")
-      .calls<&Engine::set_policy, &Engine::set_batch_limits, &Engine::set_directed,
-             &Engine::set_plans_sources, &Engine::set_recipes, &Engine::set_persistent,
-             &Engine::next_iteration, &Engine::learn, &Engine::make_room, &Engine::count_recomputed,
-             &Engine::sweep_recomputed, &Engine::begin_streak, &Engine::extend_streak,
-             &Engine::end_streak>()
+      .calls<&Engine::set_policy, &Engine::set_batch_limits, &Engine::set_recipes,
+             &Engine::set_persistent, &Engine::next_iteration, &Engine::learn>()
       .reads<&Engine::schedule, &Engine::lock, &Engine::departing, &Engine::timeline,
-             &Engine::iteration, &Engine::directed, &Engine::recipes>()
+             &Engine::planning, &Engine::iteration, &Engine::recipes>()
       .def(py::init(&make_engine), "prefetch_bytes"_a, "schedule"_a = Schedule::kIterations)
       .def("is_persistent",
            [](const Engine& self, uintptr_t key) {

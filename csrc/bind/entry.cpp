@@ -75,7 +75,7 @@ void bind_entry(py::module_& module) {
       .reads<&Iteration::began_backward, &Iteration::least_prefetch_bytes, &Iteration::outcome,
              &Iteration::own_prefetch_bytes, &Iteration::leaving_bytes, &Iteration::over,
              &Iteration::course, &Iteration::proven, &Iteration::sizes, &Iteration::size,
-             &Iteration::nbytes, &Iteration::waits>();
+             &Iteration::nbytes, &Iteration::mostly_alive>();
   Bound<Timeline>(module, "Timeline")
       .calls<&Timeline::begin>()
       .writes<&Timeline::prefetch_bytes>()

@@ -228,12 +228,13 @@ bool may_be_filled_yet(PyObject* tensor, const SavedView& view) {
 py::object save(Scope& scope, PyObject* tensor, SavedView&& view) {
   SaveResult saved = scope.engine->save(
       {THPVariable_Unpack(tensor), view, scope, scope.packs, scope.batch_or_null()});
-  if (!saved.moves) {
-    return kept_handle(tensor, std::move(saved.known), scope.owner.ptr());
-  }
-  EntryPtr entry = as_entry(std::move(saved.known));
-  return new_handle(scope.owner.ptr(), scope.batch.ptr(),
-                    [&] { return SavedTensor::moved(std::move(entry), std::move(view)); });
+  EntryPtr entry = saved.moves ? as_entry(saved.known) : nullptr;
+  py::object handle =
+      entry ? new_handle(scope.owner.ptr(), scope.batch.ptr(),
+                         [&] { return SavedTensor::moved(std::move(entry), std::move(view)); })
+            : kept_handle(tensor, std::move(saved.known), scope.owner.ptr());
+  scope.engine->ledger.tell();
+  return handle;
 }
 
 py::object pack_plain(py::handle self, Scope& scope, py::handle object, SavedView&& view) {
@@ -256,7 +257,8 @@ py::object pack_plain(py::handle self, Scope& scope, py::handle object, SavedVie
   return save(scope, object.ptr(), std::move(view));
 }
 
-// The pack hook. Never raises for want of memory or support; the tensor stays then.
+// The pack hook. Never raises for want of memory or support, unless the user makes errors of
+// warnings; the tensor stays then.
 PyObject* pack(PyObject* object, PyObject* tensor) {
   return guarded([&] {
     if (!THPVariable_Check(tensor)) {

@@ -15,11 +15,6 @@ namespace memswap {
 
 namespace {
 
-struct Waiting {
-  EntryPtr entry;
-  LeaveOrder order;
-};
-
 // The part of a batch that one device sends.
 struct Share {
   int64_t nbytes = 0;
@@ -61,30 +56,32 @@ bool send_bucket(Engine& engine, Transfers& by, const std::vector<EntryPtr>& ent
     return false;
   }
   for (size_t index = 0; index < entries.size(); ++index) {
+    entries[index]->take_order();
     engine.depart(*entries[index], std::move((*parts)[index]));
   }
   return true;
 }
 
-// Sends entries that were not told to leave before. The lock is held.
+// Sends entries that were not told to leave before. Each has its order until it is sent. The lock
+// is held.
 void send(Engine& engine, const std::vector<EntryPtr>& entries) {
   std::unordered_map<TransfersPtr, Share> shares;
   std::vector<TransfersPtr> devices;  // in the order in which they were met
-  std::vector<Waiting> alone;
+  std::vector<EntryPtr> alone;
   for (const EntryPtr& entry : entries) {
-    auto waiting = entry->take_order();
-    if (!waiting || !entry->storage()) {
+    if (!entry->order() || !entry->storage()) {
       continue;
     }
     if (entry->lost_memory()) {
+      entry->take_order();
       engine.ledger.keep(reasons::kResized, entry->nbytes());
       continue;
     }
-    if (auto* const recipe = std::get_if<Leaving>(&*waiting)) {
-      engine.depart(*entry, std::move(*recipe));
+    if (std::holds_alternative<Leaving>(*entry->order())) {
+      engine.depart(*entry, std::get<Leaving>(entry->take_order()));
       continue;
     }
-    auto& order = std::get<LeaveOrder>(*waiting);
+    const auto& order = std::get<LeaveOrder>(*entry->order());
     const auto [share, is_new] = shares.try_emplace(order.transfers);
     if (is_new) {
       devices.push_back(order.transfers);
@@ -93,7 +90,7 @@ void send(Engine& engine, const std::vector<EntryPtr>& entries) {
     if (order.form == Form::kBlock && entry->nbytes() <= engine.batch_limits().small_bytes) {
       share->second.small.push_back(entry);
     } else {
-      alone.push_back({entry, std::move(order)});
+      alone.push_back(entry);
     }
   }
   for (const TransfersPtr& by : devices) {
@@ -106,12 +103,14 @@ void send(Engine& engine, const std::vector<EntryPtr>& entries) {
         continue;
       }
       for (const EntryPtr& entry : bucket) {
+        entry->take_order();
         count_if_refused(engine, *entry, engine.send_raw(entry, entry->storage(), *by));
       }
     }
   }
-  for (const Waiting& one : alone) {
-    count_if_refused(engine, *one.entry, engine.send(one.entry, one.entry->storage(), one.order));
+  for (const EntryPtr& entry : alone) {
+    const auto order = std::get<LeaveOrder>(entry->take_order());
+    count_if_refused(engine, *entry, engine.send(entry, entry->storage(), order));
   }
 }
 
@@ -176,6 +175,7 @@ void Batch::launch_offload() {
     phase_ = Phase::kOffloading;
   }
   read_by_.reset();
+  engine_->ledger.tell();
 }
 
 void Batch::wait_offload() {
@@ -202,6 +202,7 @@ void Batch::wait_offload() {
   if (phase_ == Phase::kOffloading) {
     phase_ = Phase::kOffloaded;
   }
+  engine_->ledger.tell();
 }
 
 void Batch::launch_load(int64_t readings) {
@@ -210,20 +211,24 @@ void Batch::launch_load(int64_t readings) {
   if (phase_ == Phase::kCollected) {
     refuse("launch_load", "nothing was offloaded", "launch_offload() first");
   }
-  if ((phase_ == Phase::kLoading || phase_ == Phase::kLoaded) && !read_by_) {
+  const bool launched = phase_ == Phase::kLoading || phase_ == Phase::kLoaded;
+  if (launched && !read_by_ && !lacks_memory_) {
     return;
   }
   phase_ = Phase::kLoading;
+  lacks_memory_ = false;
   for (const EntryPtr& entry : living()) {
     const Ahead came = entry->load(readings);
     if (came == Ahead::kNoMemory) {
-      return;
+      lacks_memory_ = true;
+      break;
     }
     if (came == Ahead::kFetches && !entry->away()->can_fetch_ahead()) {
       const WithoutGil without_gil;
       wait_ignoring_failure(entry->arrival());  // nobody else would do the work
     }
   }
+  engine_->ledger.tell();
 }
 
 void Batch::wait_load() {

@@ -56,7 +56,7 @@ struct BatchError : std::logic_error {
 // ordered behind it. They take the engine's lock.
 class Batch : public std::enable_shared_from_this<Batch> {
  public:
-  // The call that it had last.
+  // How far it has come. What backward has read and let go of is offloaded again.
   enum class Phase : uint8_t { kCollected, kOffloading, kOffloaded, kLoading, kLoaded };
 
   // `name`: its group's, for messages. `iteration`: of what it saves.
@@ -81,7 +81,8 @@ class Batch : public std::enable_shared_from_this<Batch> {
   // Starts bringing the storages back, each into memory of the calling thread's stream. Once a
   // backward pass has read some and let go of them, they may be loaded again for another.
   // `readings`: how many backward passes will read them before they are let go of again: 2 where
-  // gradients of inputs and of weights are computed apart. Throws BatchError: nothing was launched.
+  // gradients of inputs and of weights are computed apart. What there is no memory for is left to
+  // its demand, or to the next call. Throws BatchError: nothing was offloaded.
   void launch_load(int64_t readings = 1);
   // Orders the caller's stream behind the load, so that it may use the storages. Throws BatchError:
   // no load was launched; and LostBytes.
@@ -110,6 +111,7 @@ class Batch : public std::enable_shared_from_this<Batch> {
   std::vector<std::weak_ptr<Entry>> entries_;  // in the order of saving
   std::set<std::weak_ptr<Entry>, std::owner_less<>> joined_;
   std::optional<int> read_by_;  // the backward pass that demanded last
+  bool lacks_memory_ = false;   // the last load left storages where they are
   bool closed_ = false;
 };
 using BatchPtr = std::shared_ptr<Batch>;

@@ -2,35 +2,54 @@
 
 #include <c10/util/Exception.h>
 
+#include <atomic>
 #include <tuple>
 
 #include "lane/gather.h"
 #include "work/without_gil.h"
 
 namespace memswap {
+
+// The ticket of a bucket, and how many of its parts have somebody who may wait for them.
+struct WholeTicket {
+  explicit WholeTicket(TicketPtr ticket) : ticket(std::move(ticket)) {}
+
+  const TicketPtr ticket;
+  std::atomic<int> waiting{0};
+};
+
 namespace {
 
 // The ticket of a part: its bucket's, which the other parts wait for as well.
 class PartTicket final : public Ticket {
  public:
-  PartTicket(TicketPtr whole, size_t offset, size_t nbytes)
-      : whole_(std::move(whole)), offset_(offset), nbytes_(nbytes) {}
+  PartTicket(std::shared_ptr<WholeTicket> whole, size_t offset, size_t nbytes)
+      : whole_(std::move(whole)), offset_(offset), nbytes_(nbytes) {
+    ++whole_->waiting;
+  }
 
-  void wait() override { whole_->wait(); }
-  bool done() override { return whole_->done(); }
-  bool failed() override { return whole_->failed(); }
-  void synchronize() override { whole_->synchronize(); }
-  // abandon(): others may still wait; what they hold is let go of with the last of them.
+  void wait() override { whole_->ticket->wait(); }
+  bool done() override { return whole_->ticket->done(); }
+  bool failed() override { return whole_->ticket->failed(); }
+  void synchronize() override { whole_->ticket->synchronize(); }
+
+  // Others may still wait: the last of them lets go of the bucket.
+  void abandon() noexcept override {
+    if (!abandoned_.exchange(true) && --whole_->waiting == 0) {
+      whole_->ticket->abandon();
+    }
+  }
 
   std::shared_ptr<StorageRef> kept_storage() override {
-    const StorageRefPtr whole = whole_->kept_storage();
+    const StorageRefPtr whole = whole_->ticket->kept_storage();
     return whole ? part(*whole, offset_, nbytes_) : nullptr;
   }
 
  private:
-  const TicketPtr whole_;
+  const std::shared_ptr<WholeTicket> whole_;
   const size_t offset_;
   const size_t nbytes_;
+  std::atomic<bool> abandoned_{false};
 };
 
 }  // namespace
@@ -40,7 +59,7 @@ Returning Bucket::bring(size_t offset, size_t nbytes) {
   if (!whole || given_.contains(offset)) {
     auto [storage, arrival] = whole_->bring();
     whole = std::move(storage);
-    arrival_ = std::move(arrival);
+    arrival_ = std::make_shared<WholeTicket>(std::move(arrival));
     fetched_.emplace(*whole);
     given_.clear();
   }
@@ -63,11 +82,12 @@ std::optional<std::vector<Leaving>> send_together(BlockSender& sender,
     return std::nullopt;
   }
   const auto bucket = std::make_shared<Bucket>(std::move(sent->away));
+  const auto departure = std::make_shared<WholeTicket>(std::move(sent->departure));
   std::vector<Leaving> parts;
   for (size_t i = 0; i < storages.size(); ++i) {
     const size_t nbytes = storages[i]->storage.nbytes();
     parts.push_back({std::make_shared<BucketPart>(bucket, offsets[i], nbytes),
-                     std::make_shared<PartTicket>(sent->departure, offsets[i], nbytes)});
+                     std::make_shared<PartTicket>(departure, offsets[i], nbytes)});
   }
   return parts;
 }

@@ -14,6 +14,8 @@
 
 namespace memswap {
 
+struct WholeTicket;
+
 // The bytes of several storages, away as one. Owned by their away forms.
 class Bucket {
  public:
@@ -26,7 +28,7 @@ class Bucket {
  private:
   const AwayFormPtr whole_;
   std::optional<WeakStorage> fetched_;
-  TicketPtr arrival_;
+  std::shared_ptr<WholeTicket> arrival_;
   std::set<size_t> given_;  // offsets of the parts of what was fetched last
 };
 

@@ -61,17 +61,22 @@ Engine::Engine(std::optional<int64_t> prefetch_bytes, Schedule schedule,
 
 Engine::~Engine() = default;
 
+void Engine::bring_ahead(Iteration& of, std::span<const EntryPtr> entries) {
+  for (; !entries.empty(); entries = entries.subspan(1)) {
+    if (entries.front()->fetch_ahead() == Ahead::kNoMemory) {
+      of.postpone(entries);
+      return;
+    }
+  }
+}
+
 // Brings back the storages that backward demands next, as far as there is memory.
 void Engine::look_ahead(const EntryPtr& entry) {
   const IterationPtr of = entry->iteration();
   if (windows) {
     windows->look_ahead(of, entry->index());
   } else {
-    for (const EntryPtr& next : of->demand(entry->index())) {
-      if (next->fetch_ahead() == Ahead::kNoMemory) {
-        break;
-      }
-    }
+    bring_ahead(*of, of->demand(entry->index()));
   }
   of->at_peak.demanded(entry->index(), ledger.counters.most_lately());
 }
@@ -83,15 +88,16 @@ StorageRefPtr Engine::demand(const EntryPtr& entry) {
   {
     const Locked locked(lock);
     learn();
-    is_directed = directed_ && entry->iteration();
+    is_directed = planning.directed() && entry->iteration();
     if (is_directed) {
-      before_demand(entry);
+      planning.demanding(entry);
     }
     storage = or_lost([&] { return entry->bring(); });
     arrival = entry->arrival();
     if (entry->iteration()) {
       look_ahead(entry);
     }
+    ledger.tell();
   }
   if (arrival) {
     const double waited_s = or_lost([&] { return wait(*arrival); });
@@ -100,7 +106,7 @@ StorageRefPtr Engine::demand(const EntryPtr& entry) {
   }
   tell_trial(*entry);
   if (is_directed) {
-    after_demand(entry);
+    planning.demanded(entry);
   }
   return storage;
 }
@@ -112,16 +118,17 @@ void Engine::demand_kept(const EntryPtr& entry) {
     if (!entry->iteration()) {
       return;
     }
-    is_directed = directed_;
+    is_directed = planning.directed();
     if (is_directed) {
-      before_demand(entry);
+      planning.demanding(entry);
     }
     entry->iteration()->look_at_never_freed(*entry);
     look_ahead(entry);
+    ledger.tell();
   }
   tell_trial(*entry);
   if (is_directed) {
-    after_demand(entry);
+    planning.demanded(entry);
   }
 }
 

@@ -13,6 +13,7 @@
 #include <deque>
 #include <memory>
 #include <optional>
+#include <span>
 #include <string>
 #include <string_view>
 #include <unordered_map>
@@ -25,10 +26,9 @@
 #include "iteration.h"
 #include "ledger.h"
 #include "lock.h"
+#include "planning.h"
 #include "reasons.h"
-#include "recomputed.h"
 #include "storage/saved_view.h"
-#include "streak.h"
 #include "transfers.h"
 
 namespace memswap {
@@ -115,11 +115,6 @@ class Engine : public std::enable_shared_from_this<Engine> {
   void set_policy(const PolicyTable& policy) { policy_ = policy; }
   const BatchLimits& batch_limits() const { return batch_limits_; }
   void set_batch_limits(const BatchLimits& limits) { batch_limits_ = limits; }
-  // Whether somebody directs what leaves, under a budget.
-  bool directed() const { return directed_; }
-  void set_directed(bool directed) { directed_ = directed; }
-  // Whoever directs plans with what recipes would have saved for themselves.
-  void set_plans_sources(bool plans) { plans_sources_ = plans; }
   // What is known of operators; nullptr: nothing is recomputed.
   const std::shared_ptr<Recipes>& recipes() const { return recipes_; }
   void set_recipes(std::shared_ptr<Recipes> recipes) { recipes_ = std::move(recipes); }
@@ -161,11 +156,10 @@ class Engine : public std::enable_shared_from_this<Engine> {
   // An entry's storage leaves as ordered, unless there is a reason: now, or, as a frame under
   // windows, once an operator runs that it fits beside.
   Reason send(const EntryPtr& entry, const StorageRefPtr& storage, const LeaveOrder& order);
-  // The same as a frame. False: there was no room.
-  bool encode(const EntryPtr& entry, const StorageRefPtr& storage, const LeaveOrder& order,
-              Expectation expectation);
-  // A sender of frames has no room; of the first iteration's frames that is not told.
-  Reason refused(const FrameSender& sender, const Entry& entry);
+  // The same as a frame now; where there is no room for one, raw, if the form is a pooled one or a
+  // plan has just so much room where it is.
+  Reason send_frame(const EntryPtr& entry, const StorageRefPtr& storage, const LeaveOrder& order,
+                    const Expectation& expectation);
   // Takes in what encoders have reported by now, of each device in the order of their encodes.
   void learn();
 
@@ -175,35 +169,9 @@ class Engine : public std::enable_shared_from_this<Engine> {
   StorageRefPtr demand(const EntryPtr& entry);
   // A storage that stayed is demanded: what comes next may have to come back.
   void demand_kept(const EntryPtr& entry);
-
-  // --- under a plan (follow_plan.cpp) ---
-
-  // An entry was saved: the plan's storages that have to be gone by now are waited for, and the
-  // iteration's recorder hears of it.
-  void after_save(const EntryPtr& entry);
-  // Orders the caller behind the send of an iteration's storage, if it is leaving or waits to, and
-  // behind its frame's way to a pool: for a caller who needs the room.
-  void make_room(Iteration& of, size_t index);
-
-  // The current iteration has just begun and follows a plan, as those that begin after it are to
-  // ([Note: Asked when something changed] in streak.h).
-  void begin_streak(int64_t forwards, size_t in_flight, int64_t leaving_bytes);
-  // The current iteration has just begun. If it follows the plan of the streak: the bytes that may
-  // leave at once, or 0. Nothing: whoever directs is to be asked.
-  std::optional<int64_t> extend_streak();
-  // The streak ends here, if there is one.
-  std::optional<Streak::Seen> end_streak();
-
-  // --- what is there beside entries, and beside operators (follow_plan.cpp) ---
-
-  // A recomputed unit has saved a storage again, in backward.
-  void count_recomputed(const StorageRef& storage);
-  // Takes such storages off the books that are gone; all of them, where nothing is in flight.
-  void sweep_recomputed(bool in_flight);
-  // A recipe that runs has made so many bytes, which its entry does not have yet.
-  void count_made(int64_t nbytes);
-  // An operator of so many seconds is about to be launched; codec work may run beside it.
-  void note_window(double seconds) const;
+  // Starts bringing back these entries of an iteration, in this order. What there is no memory for
+  // the iteration postpones.
+  static void bring_ahead(Iteration& of, std::span<const EntryPtr> entries);
 
   // --- parts, with methods of their own ---
 
@@ -213,6 +181,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   Ledger ledger;
   Departing departing;
   Timeline timeline;
+  Planning planning{*this};
 
  private:
   // What was found of a storage's recipe, which is looked for once; nullptr: nobody has looked yet.
@@ -248,31 +217,20 @@ class Engine : public std::enable_shared_from_this<Engine> {
   // Whether frames were short of room in an earlier iteration as well.
   bool short_again(const IterationPtr& shortage);
   Reason declined(const Refused& refused, const Entry& entry);
+  void tell_refused(const FrameSender& sender, const Entry& entry, Form form);
   // Whether what this sender encodes waits for a window.
   bool defers(const FrameSender& sender) const {
     return windows != nullptr && sender.works_ahead();
   }
   void look_ahead(const EntryPtr& entry);
-  // Orders the caller behind the send of an iteration's storage, if it is leaving or waits to.
-  void release(Iteration& of, size_t index);
-  // The peak of an iteration counts what is resident now, and so many bytes more.
-  void note_peak(Iteration& of, int64_t more_bytes = 0) const;
-  // Around a demand, where somebody directs. The second takes the lock.
-  void before_demand(const EntryPtr& entry);
-  void after_demand(const EntryPtr& entry);
 
   const std::unique_ptr<EngineHost> host_;
   PolicyTable policy_;
   BatchLimits batch_limits_;
-  bool directed_ = false;
-  bool plans_sources_ = false;
   std::shared_ptr<Recipes> recipes_;
   // Storages of parameters and buffers. A weak storage keeps its key from being used again.
   std::unordered_map<const void*, WeakStorage> persistent_;
   IterationPtr iteration_;
-  IterationPtr backward_;  // whose backward runs, where it is directed
-  Recomputed recomputed_{ledger.counters};
-  std::optional<Streak> streak_;
   std::optional<std::weak_ptr<Iteration>> first_short_;  // where room for frames first ran out
   // Of each device that was seen, at the same place for good; nullptr: its storages stay.
   std::deque<std::pair<c10::Device, TransfersPtr>> devices_;

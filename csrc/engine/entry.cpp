@@ -124,6 +124,11 @@ void Entry::leave(Leaving leaving) {
   if (away_->recomputes()) {
     ++counters().recipe_storages;
     counters().recipe_bytes += nbytes();
+    away_->on_change([self = weak_from_this()] {
+      if (const EntryPtr entry = self.lock()) {
+        entry->count_away();
+      }
+    });
   }
   count_away();
   storage_.reset();
@@ -131,7 +136,9 @@ void Entry::leave(Leaving leaving) {
 
 // A send has failed: its ticket gives the storage back, and the user hears why, once.
 void Entry::take_back(Ticket& departure) {
-  move(State::kResident);
+  if (state() != State::kResident) {
+    move(State::kResident);
+  }
   residence_->count_resident(true);
   storage_ = departure.kept_storage();
   Ledger& ledger = engine_->ledger;
@@ -149,8 +156,7 @@ bool Entry::notice_sent() {
   if (!departure || !departure->done()) {
     return false;
   }
-  const bool left = state() == State::kLeaving || state() == State::kAway;
-  if (left && departure->failed()) {
+  if (away_ && departure->failed()) {
     take_back(*departure);
   }
   return true;
@@ -173,18 +179,14 @@ bool Entry::sent_safely(bool wait) {
 
 bool Entry::notice_gone(bool wait) {
   const bool left = state() == State::kLeaving || state() == State::kAway;
-  if (!left || !identity_->expired()) {
-    return state() == State::kAway;
-  }
-  if (away_->frees_first() && !sent_safely(wait)) {
+  if (!left || !identity_->expired() || (away_->frees_first() && !sent_safely(wait))) {
     return false;
   }
-  if (state() == State::kAway) {  // it was let go of, or has gone before
-    return true;
-  }
-  require(residence_->go(), State::kAway);
-  if (iteration_) {
-    iteration_->at_peak.let_go(index_);
+  if (state() == State::kLeaving) {
+    require(residence_->go(), State::kAway);
+    if (iteration_) {
+      iteration_->at_peak.let_go(index_);
+    }
   }
   return true;
 }
@@ -206,7 +208,7 @@ void Entry::take(Returning back) {
   identity_.emplace(*back.storage);
   storage_ = std::move(back.storage);
   fetched_ = true;
-  unseen_ = handles_;
+  readings_left_ = handles_;
   count_away();  // a frame may have come back too
 }
 
@@ -238,21 +240,31 @@ Ahead Entry::fetch_ahead() {
 }
 
 // Holds the storage, if anybody does. Whether there was one.
-bool Entry::hold_what_is_there() {
+bool Entry::hold_if_alive() {
   auto held = identity_->lock();
   if (!held) {
     return false;
   }
   storage_ = std::move(held);
-  unseen_ = handles_;
+  readings_left_ = handles_;
   residence_->count_resident(true);
   return true;
 }
 
+// Whoever uses the storage holds it from here on, and the entry does not. Its own send may be under
+// way still: then it leaves as it did before somebody asked for it.
 void Entry::drop_storage() {
+  const bool sent = fetched_ || notice_sent();
+  if (!away_) {  // the send has failed: the storage stays
+    return;
+  }
   const StorageRefPtr dropped = std::exchange(storage_, nullptr);
-  move(State::kAway);
-  residence_->count_resident(false);
+  move(sent ? State::kAway : State::kLeaving);
+  if (sent) {
+    residence_->count_resident(false);
+  } else {
+    engine_->departing.add(this);
+  }
 }
 
 void Entry::drop_away() {
@@ -261,18 +273,19 @@ void Entry::drop_away() {
 }
 
 Ahead Entry::load(int64_t readings) {
+  notice_sent();  // a send that failed gives the storage back
   if (!away_ || storage_) {
     return Ahead::kNothing;
   }
   Ahead came = Ahead::kNothing;
-  if (hold_what_is_there()) {
+  if (hold_if_alive()) {
     move(State::kResident);
   } else if (away_->recomputes() || !notice_gone(true)) {
     return Ahead::kNothing;  // or it could not be sent, and was given back
   } else if (came = try_fetch(); came == Ahead::kNoMemory) {
     return came;
   }
-  unseen_ += handles_ * (readings - 1);
+  readings_left_ += handles_ * (readings - 1);
   return came;
 }
 
@@ -280,20 +293,21 @@ void Entry::let_go() {
   if (!storage_ || !away_) {
     return;
   }
-  if (state() == State::kReturning) {
+  if (state() == State::kReturning) {  // nobody has it yet but its ticket
     move(State::kResident);
+    abandon(arrival_);
   }
   drop_storage();
 }
 
 void Entry::use() {
   ++handles_;
-  ++unseen_;
+  ++readings_left_;
 }
 
 void Entry::used() {
   --handles_;
-  if (--unseen_ <= 0) {
+  if (--readings_left_ <= 0) {
     let_go();
   }
 }
@@ -311,7 +325,7 @@ bool Entry::lost_memory() const {
 StorageRefPtr Entry::bring() {
   const bool was_sent = state() == State::kLeaving && notice_sent();
   if (!storage_) {
-    if (hold_what_is_there()) {
+    if (hold_if_alive()) {
       if (was_sent && iteration_) {  // leaving freed nothing
         iteration_->note_never_freed(index_);
       }
@@ -327,7 +341,7 @@ StorageRefPtr Entry::bring() {
   if (state() != State::kResident) {
     move(State::kResident);
   }
-  if (--unseen_ <= 0 && away_) {
+  if (--readings_left_ <= 0 && away_) {
     drop_storage();  // every save has seen the bytes: whoever uses them holds them
   }
   return found;

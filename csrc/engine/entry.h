@@ -45,6 +45,21 @@ enum class Ahead : uint8_t {
   kNoMemory,  // on the device, or on the way from a file: its demand asks again
 };
 
+// [Note: Who holds a storage]
+// What an entry has is one of these rows; a step that would leave them throws EntryStateError.
+//
+//   state      storage_  away_  what it is
+//   resident   -         -      it stays: each save keeps its tensor
+//   resident   held      -      it waits for its batch, or could not be sent
+//   resident   held      there  it was demanded or loaded, and a save has not read it yet
+//   leaving    -         there  it was sent; others may hold it, and its send's ticket does
+//   away       -         there  it is gone; or every save has read it, and whoever uses it holds it
+//   returning  held      there  it was fetched, and nobody has demanded it yet
+//
+// A ticket holds a storage as well, until somebody waits for it. So a storage whose send may be
+// under way is leaving again once the entry holds it no more; and one that is dropped while it
+// returns is taken from its arrival.
+
 // Owned by its handles: when the last one dies, so do the entry, its away form and its storage,
 // whatever happened to the graph. Everything else refers to it weakly. Where there is Python its
 // calls hold the GIL, and the engine's lock where they let go of it in between (lock.h); its end
@@ -110,8 +125,10 @@ class Entry final : public Known, public std::enable_shared_from_this<Entry> {
   // It waits to leave, and holds its storage until then; for its batch, which has an order for it.
   void hold(StorageRefPtr storage) { storage_ = std::move(storage); }
   void hold(StorageRefPtr storage, Order order);
-  // What its batch has for it, once. Nothing: it does not wait for a batch.
-  std::optional<Order> take_order() { return std::exchange(order_, std::nullopt); }
+  // What its batch has for it; nothing: it does not wait for a batch.
+  const std::optional<Order>& order() const { return order_; }
+  // The same, once; it must be there.
+  Order take_order() { return *std::exchange(order_, std::nullopt); }
   // Recipes that are run in turn until its bytes are there, the one that it waits to leave as
   // included; 0: its bytes come another way.
   int depth() const;
@@ -124,8 +141,9 @@ class Entry final : public Known, public std::enable_shared_from_this<Entry> {
   void leave(Leaving leaving);
   // Whether the send has ended. One that failed gives the storage back: nothing is lost.
   bool notice_sent();
-  // Notices whether a leaving storage really went away. What was gathered is gone before its bytes
-  // are anywhere else for sure; `wait` waits for that, instead of saying no.
+  // Whether the storage has left and nobody holds it any more, which is counted when it is first
+  // seen. What was gathered is gone before its bytes are anywhere else for sure; `wait` waits for
+  // that, instead of saying no.
   bool notice_gone(bool wait);
   // Whether it is leaving and has not gone: somebody holds it, or its bytes are not elsewhere yet.
   bool lingers();
@@ -150,7 +168,8 @@ class Entry final : public Known, public std::enable_shared_from_this<Entry> {
   // Brings the storage back ahead of its demand, and holds it until each save has read it so many
   // times. One that somebody still holds is not fetched. What a recipe makes is left to its demand.
   Ahead load(int64_t readings);
-  // Lets go of the storage again, whose away form is still there. Nothing is copied.
+  // Lets go of the storage again, whose away form is still there, also while it returns. Nothing is
+  // copied.
   void let_go();
 
   // --- its recipe, while its place is learnt ---
@@ -171,7 +190,7 @@ class Entry final : public Known, public std::enable_shared_from_this<Entry> {
   Ahead try_fetch();
   void take(Returning back);
   bool sent_safely(bool wait);
-  bool hold_what_is_there();
+  bool hold_if_alive();
   void drop_storage();
   void drop_away();
 
@@ -189,7 +208,7 @@ class Entry final : public Known, public std::enable_shared_from_this<Entry> {
   size_t index_ = 0;
   int64_t handles_ = 0;
   int64_t keeps_ = 0;
-  int64_t unseen_ = 0;  // saves that have not been unpacked since the storage came back
+  int64_t readings_left_ = 0;  // of its saves, since the storage came back
   bool fetched_ = false;
   ListPlace place_in_list_;
 };

@@ -118,18 +118,9 @@ std::vector<EntryPtr> Iteration::demand(size_t index) {
   if (!order_.demand(index)) {
     return entries;
   }
-  const std::shared_ptr<const Plan> plan = course.plan();  // alive while users are warned
+  const std::shared_ptr<const Plan> plan = course.plan();  // which `coming` is a part of
   const auto coming =
       returns_as_planned() ? std::span(course.place(index)->fetches) : next_to_prefetch(index);
-  if (course.limit_bytes() == 0) {
-    for (const size_t next : coming) {
-      if (EntryPtr entry = to_bring(next)) {
-        entries.push_back(std::move(entry));
-      }
-    }
-    return entries;
-  }
-  // As a plan has it there is room for all of them. Sizes may be other ones.
   postponed_.insert(postponed_.end(), coming.begin(), coming.end());
   int64_t nbytes = 0;
   auto next = postponed_.begin();
@@ -138,14 +129,24 @@ std::vector<EntryPtr> Iteration::demand(size_t index) {
     if (!entry) {
       continue;
     }
-    nbytes += entry->returning_nbytes();
-    if (entry->counters().resident_bytes + nbytes > course.limit_bytes()) {
-      break;
+    if (course.limit_bytes() != 0) {  // as a plan has it there is room; sizes may be other ones
+      nbytes += entry->returning_nbytes();
+      if (entry->counters().resident_bytes + nbytes > course.limit_bytes()) {
+        break;
+      }
     }
     entries.push_back(std::move(entry));
   }
   postponed_.erase(postponed_.begin(), next);
   return entries;
+}
+
+void Iteration::postpone(std::span<const EntryPtr> entries) {
+  std::vector<size_t> places;
+  for (const EntryPtr& entry : entries) {
+    places.push_back(entry->index());
+  }
+  postponed_.insert(postponed_.begin(), places.begin(), places.end());
 }
 
 // The places that come back next, where no plan says which.
@@ -194,7 +195,7 @@ int64_t Iteration::present_bytes(int64_t granularity) const {
   return nbytes;
 }
 
-bool Iteration::waits() const {
+bool Iteration::mostly_alive() const {
   int64_t alive_bytes = 0;
   for (size_t index = 0; index < size(); ++index) {
     alive_bytes += entries_[index].expired() ? 0 : order_.nbytes(index);

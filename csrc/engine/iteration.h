@@ -51,8 +51,10 @@ class Iteration : public std::enable_shared_from_this<Iteration> {
 
   // --- demanding ---
 
-  // A storage is demanded. The entries that are to be brought back now.
+  // A storage is demanded. The entries that are to be brought back now, in this order.
   std::vector<EntryPtr> demand(size_t index);
+  // There was no memory for these of them: the next demand names them first.
+  void postpone(std::span<const EntryPtr> entries);
   bool began_backward() const { return !order_.demanded().empty(); }
 
   // --- what is known of it ---
@@ -62,8 +64,8 @@ class Iteration : public std::enable_shared_from_this<Iteration> {
   size_t size() const { return order_.size(); }
   int64_t nbytes() const { return order_.raw().nbytes + order_.decoded().nbytes; }
   std::vector<int64_t> sizes() const { return order_.sizes(); }  // bytes of each
-  // Whether most of what was saved is still there, for a backward that may come.
-  bool waits() const;
+  // Whether most of what was saved is alive, for a backward that may come or has just begun.
+  bool mostly_alive() const;
   // Bytes of the device that its storages and their frames take now, whoever holds them, each
   // rounded up to a multiple of `granularity`, which is 1 at least.
   int64_t present_bytes(int64_t granularity) const;
@@ -141,7 +143,7 @@ class Iteration : public std::enable_shared_from_this<Iteration> {
   std::vector<int64_t> groups_;
   std::shared_ptr<const Forecast> forecast_;  // that its storages agree with so far
   const std::optional<int64_t> given_prefetch_bytes_;
-  std::vector<size_t> postponed_;  // what was to start back, and found no room yet
+  std::vector<size_t> postponed_;  // what was to start back, and found no room yet: in order
   std::vector<size_t> released_;
   std::set<size_t> never_freed_;
   std::shared_ptr<Recorder> recorder_;

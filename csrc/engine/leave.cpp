@@ -31,22 +31,14 @@ Reason Engine::send(const EntryPtr& entry, const StorageRefPtr& storage, const L
   const std::optional<int64_t> most_bytes =
       entry->iteration() ? entry->iteration()->frame_nbytes(entry->index()) : std::nullopt;
   const auto expected = by.expect(order.form, order.key, most_bytes);
-  Reason reason = nullptr;
   if (const auto* const expectation = std::get_if<Expectation>(&expected)) {
-    const FrameSender& sender = *by.frames(order.form);
-    if (defers(sender)) {
+    if (defers(*by.frames(order.form))) {
       windows->defer(entry, storage, order, *expectation);
       return nullptr;
     }
-    if (encode(entry, storage, order, *expectation)) {
-      return nullptr;
-    }
-    if (!most_bytes || !sender.works_ahead()) {
-      reason = refused(sender, *entry);
-    }
-  } else {
-    reason = declined(std::get<Refused>(expected), *entry);
+    return send_frame(entry, storage, order, *expectation);
   }
+  const Reason reason = declined(std::get<Refused>(expected), *entry);
   if (most_bytes && by.works_ahead()) {
     entry->iteration()->course.note_unfit();  // the plan has no room for it where it is
     return send_raw(entry, storage, by);
@@ -54,24 +46,36 @@ Reason Engine::send(const EntryPtr& entry, const StorageRefPtr& storage, const L
   return order.form == Form::kFrame ? reason : send_raw(entry, storage, by);
 }
 
-bool Engine::encode(const EntryPtr& entry, const StorageRefPtr& storage, const LeaveOrder& order,
-                    Expectation expectation) {
-  std::optional<Leaving> leaving =
-      order.transfers->encode(order.form, storage, std::move(expectation), entry);
-  if (!leaving) {
-    return false;
+Reason Engine::send_frame(const EntryPtr& entry, const StorageRefPtr& storage,
+                          const LeaveOrder& order, const Expectation& expectation) {
+  Transfers& by = *order.transfers;
+  if (std::optional<Leaving> leaving = by.encode(order.form, storage, expectation, entry)) {
+    depart(*entry, std::move(*leaving));
+    return nullptr;
   }
-  depart(*entry, std::move(*leaving));
-  return true;
+  const FrameSender& sender = *by.frames(order.form);
+  if (expectation.most_bytes && sender.works_ahead()) {
+    entry->iteration()->course.note_unfit();  // the plan has no room for it where it is
+    return send_raw(entry, storage, by);
+  }
+  tell_refused(sender, *entry, order.form);
+  return order.form == Form::kFrame ? reasons::kCodecRoom : send_raw(entry, storage, by);
 }
 
 // An accelerator's first frames have guessed lengths, so the room that they were short of at first
 // is counted and not told. What a later iteration is short of as well, is.
-Reason Engine::refused(const FrameSender& sender, const Entry& entry) {
+void Engine::tell_refused(const FrameSender& sender, const Entry& entry, Form form) {
   if (sender.arena_was_full() && !short_again(entry.iteration())) {
-    return reasons::kCodecRoom;
+    return;
   }
-  return refused(reasons::kCodecRoom, sender.why_refused(), entry);
+  if (form == Form::kFrame) {
+    refused(reasons::kCodecRoom, sender.why_refused(), entry);
+  } else {
+    ledger.tell_once("swapped raw", "a storage of " + std::to_string(entry.nbytes()) +
+                                        " bytes on " + entry.device().str() +
+                                        " is swapped as it is: " + sender.why_refused() +
+                                        ". Training goes on with more bytes in the pool.");
+  }
 }
 
 bool Engine::short_again(const IterationPtr& shortage) {

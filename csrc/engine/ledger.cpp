@@ -89,6 +89,14 @@ void Ledger::keep(std::string_view reason, int64_t nbytes) {
 
 void Ledger::tell_once(std::string_view reason, const std::string& message) {
   if (warn && told_.emplace(reason).second) {
+    untold_.push_back(message);
+  }
+}
+
+void Ledger::warn_untold() {
+  while (!untold_.empty()) {
+    const std::string message = std::move(untold_.front());
+    untold_.pop_front();
     warn(message);
   }
 }

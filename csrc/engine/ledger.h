@@ -5,6 +5,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <deque>
 #include <functional>
 #include <map>
 #include <memory>
@@ -66,14 +67,22 @@ class Ledger {
   void keep(std::string_view reason, int64_t nbytes);
   const KeptByReason& kept() const { return kept_; }
 
-  // Warns about something that costs memory but not correctness, once for each reason.
+  // Something costs memory but not correctness: the user is warned, once for each reason.
+  // [Note: Warnings come last] Who warns runs the user's filters, which may make an exception of
+  // it. So a message waits until `tell`, which each call that the user or autograd makes ends with:
+  // what the call does is done by then, and the exception loses nothing.
   void tell_once(std::string_view reason, const std::string& message);
+  void tell() {
+    if (!untold_.empty()) {
+      warn_untold();
+    }
+  }
 
   // Counts anew. What is resident and away stays known.
   void reset();
 
   Counters counters;
-  std::function<void(const std::string&)> warn;  // what `tell_once` does; empty: nothing
+  std::function<void(const std::string&)> warn;  // what `tell` does; empty: nobody is told
 
  private:
   struct Row {
@@ -86,9 +95,12 @@ class Ledger {
     bool stays;
   };
 
+  void warn_untold();
+
   std::unordered_map<const void*, Row> known_;  // by the address of the storage
   KeptByReason kept_;
-  std::set<std::string, std::less<>> told_;
+  std::set<std::string, std::less<>> told_;  // reasons, of messages that may wait yet
+  std::deque<std::string> untold_;           // messages
 };
 
 // A storage that stays for good: known, and counted once, however often it is saved.

@@ -193,7 +193,7 @@ SourcePtr EngineRecipeHost::save(const KnownTensor& tensor) {
   }
   // An iteration that follows no plan and that nobody takes down shows nobody what it would take.
   const Iteration& in = *engine()->iteration();
-  if (engine()->directed() && !in.course.follows_plan() && !in.recorder()) {
+  if (engine()->planning.directed() && !in.course.follows_plan() && !in.recorder()) {
     return nullptr;
   }
   HookScope scope = offer_->scope;
@@ -233,7 +233,7 @@ void EngineRecipeHost::serialise(const std::function<void()>& work) {
 
 void EngineRecipeHost::made(int64_t nbytes) {
   if (const EnginePtr alive = engine_.lock()) {
-    alive->count_made(nbytes);
+    alive->planning.count_made(nbytes);
   }
 }
 

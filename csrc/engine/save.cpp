@@ -136,7 +136,8 @@ SaveResult Engine::save(const Offer& offer) {
     iteration_ = offer.batch->iteration;
   }
   FoundRecipe recipe;
-  std::optional<SaveResult> result = directed_ ? follow_plan(offer, recipe) : std::nullopt;
+  std::optional<SaveResult> result =
+      planning.directed() ? follow_plan(offer, recipe) : std::nullopt;
   if (!result) {
     result = look_up(offer, recipe);
   }
@@ -168,15 +169,15 @@ Action Engine::default_action(const Transfers& by) {
 }
 
 SaveResult Engine::decide(const Offer& offer, FoundRecipe recipe) {
-  if (directed_) {
-    recomputed_.sweep();
+  if (planning.directed()) {
+    planning.sweep_recomputed();
   }
   const HookScope& scope = offer.scope;
   std::optional<Action> action = scope.action ? scope.action : policy_.action;
   if (policy_.asks && !scope.action) {
     action = host_->decide(*this, offer);
   }
-  if (action == Action::kKeep && !directed_) {
+  if (action == Action::kKeep && !planning.directed()) {
     return stay(offer.view, scope.why_kept);
   }
   const TransfersPtr& by = transfers_from(offer.view.device());
@@ -195,7 +196,7 @@ SaveResult Engine::decide(const Offer& offer, FoundRecipe recipe) {
   learn();
   ++offer.scope.ordinal;
   Action wanted = action ? *action : default_action(*by);
-  if (!directed_) {
+  if (!planning.directed()) {
     return admit(offer, by, {.action = wanted});
   }
   const bool may_learn =
@@ -204,7 +205,7 @@ SaveResult Engine::decide(const Offer& offer, FoundRecipe recipe) {
     wanted = by->traits.without_recipe;
   }
   // The sources that a recipe saves come before its result, and have the places before it.
-  if (may_learn && iteration_->learns_recipes() && plans_sources_) {
+  if (may_learn && iteration_->learns_recipes() && planning.plans_sources()) {
     recipe = recipe_of(offer, kMostExtra, /*leaves=*/false);
   }
   const std::optional<Action> directions = host_->direct(*this, offer, wanted);
@@ -244,8 +245,8 @@ SaveResult Engine::admit(const Offer& offer, const TransfersPtr& by, Decision de
     }
   }
   storage.reset();  // its ticket's share is the last one
-  if (directed_) {
-    after_save(entry);
+  if (planning.directed()) {
+    planning.saved(entry);
   } else if (schedule != Schedule::kBatches && !by->works_ahead()) {
     note_save(*entry, why == reasons::kHeldAtPeak);
   }
@@ -280,13 +281,13 @@ Engine::FoundRecipe Engine::recipe_of(const Offer& offer, double most_extra, boo
     return std::make_shared<RecipeAnswer>();
   }
   const EngineRecipeHost::Saving saving(*recipes_, offer);
-  return std::make_shared<RecipeAnswer>(
-      recipes_->offer(std::make_shared<StorageRef>(offer.tensor.storage()), offer.view,
-                      {.unit = offer.scope.unit,
-                       .number = offer.number,
-                       .nbytes = static_cast<int64_t>(offer.view.storage_nbytes()),
-                       .dtype = offer.tensor.scalar_type()},
-                      {.most_extra = most_extra, .leaves = leaves, .planned = directed_}));
+  return std::make_shared<RecipeAnswer>(recipes_->offer(
+      std::make_shared<StorageRef>(offer.tensor.storage()), offer.view,
+      {.unit = offer.scope.unit,
+       .number = offer.number,
+       .nbytes = static_cast<int64_t>(offer.view.storage_nbytes()),
+       .dtype = offer.tensor.scalar_type()},
+      {.most_extra = most_extra, .leaves = leaves, .planned = planning.directed()}));
 }
 
 // Whether an entry's storage leaves as a recipe. If not, the recipe may be on trial. `recipe`:
@@ -294,7 +295,7 @@ Engine::FoundRecipe Engine::recipe_of(const Offer& offer, double most_extra, boo
 bool Engine::becomes_recipe(const EntryPtr& entry, const Offer& offer, bool leaves,
                             FoundRecipe recipe) {
   if (!recipe) {
-    recipe = recipe_of(offer, directed_ ? 0 : kMostExtra, leaves);
+    recipe = recipe_of(offer, planning.directed() ? 0 : kMostExtra, leaves);
   }
   RecipeAnswer& answer = *recipe;
   if (answer.leaving && schedule == Schedule::kBatches) {
@@ -310,7 +311,7 @@ bool Engine::becomes_recipe(const EntryPtr& entry, const Offer& offer, bool leav
     iteration_->note_proven(entry->index(), std::move(*answer.proven));
     return false;
   }
-  if (leaves && directed_) {
+  if (leaves && planning.directed()) {
     iteration_->course.note_no_recipe(entry->index());
   }
   return false;

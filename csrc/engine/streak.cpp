@@ -12,7 +12,7 @@ bool Streak::extend(const IterationPtr& begun) {
   std::vector<IterationPtr> waiting;
   int64_t peak_bytes = seen_.peak_bytes;
   for (const IterationPtr& one : seen_.in_flight) {
-    if (one->waits()) {
+    if (one->mostly_alive()) {
       waiting.push_back(one);
       continue;
     }

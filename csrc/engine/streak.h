@@ -31,7 +31,9 @@ class Streak {
   // What nobody has taken over yet.
   struct Seen {
     int64_t forwards = 1;  // that began, whether they saved something or not
-    int64_t ended = 0;     // of them, those whose backward is over. They went as planned
+    // Of them, those that are not mostly alive any more: most of their backward is over. They went
+    // as planned.
+    int64_t ended = 0;
     // The others that saved something, in the order in which they began. How they go is not known.
     std::vector<IterationPtr> in_flight;
     size_t most_in_flight = 0;

@@ -61,7 +61,11 @@ void WindowQueue::want(const std::vector<EntryPtr>& entries, int64_t prefetch_by
     wanted_bytes_ += entry->nbytes();
   }
   while (!wanted_.empty() && wanted_bytes_ * kWantedPart > prefetch_bytes) {
-    counts.decoded_ahead += fetch_next() ? 1 : 0;
+    const Ahead came = fetch_next();
+    if (came == Ahead::kNoMemory) {
+      return;
+    }
+    counts.decoded_ahead += came == Ahead::kFetches ? 1 : 0;
   }
 }
 
@@ -83,14 +87,7 @@ std::vector<EntryPtr> WindowQueue::pending() const {
 }
 
 void WindowQueue::start_now(const std::vector<EntryPtr>& entries) {
-  const auto wanted = [&](const Waiting& one) { return is_one_of(one.pending.entry, entries); };
-  std::stable_partition(pending_.begin(), pending_.end(), wanted);
-  int64_t left = 0;
-  for (const Waiting& one : pending_) {
-    left += wanted(one) ? 0 : one.pending.nbytes;
-  }
-  run({.end = kNoEnd, .most_left = left});
-  std::sort(pending_.begin(), pending_.end(), sooner);
+  run({.end = kNoEnd, .only = &entries});
 }
 
 // --- windows ---
@@ -105,7 +102,11 @@ void WindowQueue::open(double seconds) {
     if (!fits(static_cast<double>(next.nbytes) / decode_rate, next.since, end_)) {
       break;
     }
-    counts.decoded_in_windows += fetch_next() ? 1 : 0;
+    const Ahead came = fetch_next();
+    if (came == Ahead::kNoMemory) {
+      break;
+    }
+    counts.decoded_in_windows += came == Ahead::kFetches ? 1 : 0;
   }
   counts.encoded_in_windows += run({.end = end_, .looks = kMostLooks});
 }
@@ -157,6 +158,10 @@ int64_t WindowQueue::run(const Bounds& bounds) {
            passed.size() != bounds.looks && std::max(now_, busy_until_) < bounds.end) {
       Waiting& waiting = candidates[at++];
       const PendingEncode& pending = waiting.pending;
+      if (bounds.only != nullptr && !is_one_of(pending.entry, *bounds.only)) {
+        passed.push_back(std::move(waiting));
+        continue;
+      }
       if (too_late(pending)) {
         continue;
       }
@@ -206,19 +211,23 @@ void WindowQueue::keep(const PendingEncode& pending) {
   counts.kept_bytes += pending.nbytes;
 }
 
-// Brings back the entry that is wanted first. False: it is not away any more.
-bool WindowQueue::fetch_next() {
-  const Wanted next = std::move(wanted_.front());
-  wanted_.pop_front();
-  wanted_bytes_ -= next.nbytes;
+// Brings back the entry that is wanted first, which goes on being wanted where there is no memory.
+Ahead WindowQueue::fetch_next() {
+  const Wanted next = wanted_.front();
   const EntryPtr entry = next.entry.lock();
   // Nobody may wait for it any more, and it may even be away again.
-  if (!entry || (entry->iteration() && entry->iteration()->order().was_demanded(entry->index())) ||
-      !work_.fetch(entry)) {
-    return false;
+  const bool is_wanted =
+      entry && !(entry->iteration() && entry->iteration()->order().was_demanded(entry->index()));
+  const Ahead came = is_wanted ? work_.fetch(entry) : Ahead::kNothing;
+  if (came == Ahead::kNoMemory) {
+    return came;
   }
-  busy_until_ = std::max(now_, busy_until_) + static_cast<double>(next.nbytes) / decode_rate;
-  return true;
+  wanted_.pop_front();
+  wanted_bytes_ -= next.nbytes;
+  if (came == Ahead::kFetches) {
+    busy_until_ = std::max(now_, busy_until_) + static_cast<double>(next.nbytes) / decode_rate;
+  }
+  return came;
 }
 
 // Orders this stream after encodes that should have ended by then.

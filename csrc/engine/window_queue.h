@@ -79,8 +79,8 @@ class WindowQueue {
 
     // Starts an encode now, on its own stream. nullptr: there was no room, and the entry stays.
     virtual TicketPtr start(const PendingEncode& pending) = 0;
-    // Starts bringing an entry back, unless it is not away. Whether that was done.
-    virtual bool fetch(const EntryPtr& entry) = 0;
+    // Starts bringing an entry back, unless it is not away.
+    virtual Ahead fetch(const EntryPtr& entry) = 0;
     // Whether a stream is the calling thread's current one, and takes work.
     virtual bool on_stream(const c10::Stream& stream) = 0;
   };
@@ -98,13 +98,13 @@ class WindowQueue {
   void begin_iteration();
   // An encode is to be started in a window; if too much waits already, some start now.
   void defer(PendingEncode pending);
-  // Entries will be demanded soon, in this order.
+  // Entries will be demanded soon, in this order. What there is no memory for goes on waiting.
   void want(const std::vector<EntryPtr>& entries, int64_t prefetch_bytes);
   // Promises nothing any more. What waits stays where it is.
   void clear();
   // Encodes that wait, in the order in which they should start.
   std::vector<EntryPtr> pending() const;
-  // Starts some of what waits, in no window.
+  // Starts those of these that wait, in no window, and no others.
   void start_now(const std::vector<EntryPtr>& entries);
 
   // --- windows ---
@@ -145,12 +145,13 @@ class WindowQueue {
     double end;
     c10::Stream stream;
   };
-  // What a run of encodes goes by: where it ends on the clock, how many it may look at in vain, and
-  // how many bytes may be left waiting.
+  // What a run of encodes goes by: where it ends on the clock, how many it may look at in vain, how
+  // many bytes may be left waiting, and which entries it is for; nullptr: all that wait.
   struct Bounds {
     double end;
     std::optional<size_t> looks;
     int64_t most_left = 0;
+    const std::vector<EntryPtr>* only = nullptr;
   };
 
   static bool sooner(const Waiting& one, const Waiting& other);
@@ -159,7 +160,7 @@ class WindowQueue {
   bool too_late(const PendingEncode& pending);
   void forget();
   void keep(const PendingEncode& pending);
-  bool fetch_next();
+  Ahead fetch_next();
   void join(double until);
 
   Work& work_;

@@ -27,14 +27,15 @@ void Windows::open(double seconds) {
     return;
   }
   durations.begin_go();
-  if (engine_.directed()) {
-    engine_.note_window(seconds);
+  if (engine_.planning.directed()) {
+    engine_.planning.note_window(seconds);
   }
   const IterationPtr iteration = runs_backward() ? demanded_ : engine_.iteration();
   if (iteration && works_ahead_) {
     iteration->open_window(seconds * queue.decode_rate);
   }
   queue.open(seconds);
+  engine_.ledger.tell();
 }
 
 void Windows::enter(double seconds) {
@@ -53,6 +54,7 @@ void Windows::leave() {
 void Windows::end_forward() {
   durations.begin_go();
   queue.end_forward();
+  engine_.ledger.tell();
 }
 
 void Windows::begin_iteration() {
@@ -86,7 +88,7 @@ void Windows::look_ahead(const IterationPtr& iteration, size_t index) {
       copied.push_back(one);
       return true;
     });
-    bring(copied);
+    engine_.bring_ahead(*iteration, copied);
   }
   durations.begin_go();
   if (first) {
@@ -114,40 +116,29 @@ TicketPtr Windows::start(const PendingEncode& pending) {
     return nullptr;
   }
   const LeaveOrder& order = pending.order;
-  const std::shared_ptr<FrameSender> sender = order.transfers->frames(order.form);
-  const StorageRefPtr& storage = entry->storage();  // which the entry holds until it is sent
-  Reason reason = nullptr;
-  if (engine_.encode(entry, storage, order, pending.expectation)) {
-    notice(entry->away()->sent_by(), entry->nbytes(), true);
-  } else {
-    const bool planned = pending.expectation.most_bytes.has_value();
-    if (planned) {
-      entry->iteration()->course.note_unfit();
-    } else {
-      reason = engine_.refused(*sender, *entry);
-    }
-    if (planned || order.form != Form::kFrame) {  // raw, if there is room for that
-      reason = engine_.send_raw(entry, storage, *order.transfers);
-    }
+  // The entry holds its storage until it is sent.
+  const Reason reason = engine_.send_frame(entry, entry->storage(), order, pending.expectation);
+  if (reason != nullptr) {
+    engine_.ledger.keep(reason, entry->nbytes());
+    return nullptr;
   }
-  if (reason == nullptr) {
-    return entry->departure();
-  }
-  engine_.ledger.keep(reason, entry->nbytes());
-  return nullptr;
+  notice(entry->away()->sent_by(), entry->nbytes(), true);
+  return entry->departure();
 }
 
-bool Windows::fetch(const EntryPtr& entry) {
-  if (entry->fetch_ahead() != Ahead::kFetches) {
-    return false;
+Ahead Windows::fetch(const EntryPtr& entry) {
+  const Ahead came = entry->fetch_ahead();
+  if (came == Ahead::kFetches) {
+    notice(entry->away()->sent_by(), entry->nbytes(), false);
   }
-  notice(entry->away()->sent_by(), entry->nbytes(), false);
-  return true;
+  return came;
 }
 
 void Windows::bring(const std::vector<EntryPtr>& entries) {
   for (const EntryPtr& entry : entries) {
-    fetch(entry);
+    if (fetch(entry) == Ahead::kNoMemory) {
+      return;
+    }
   }
 }
 

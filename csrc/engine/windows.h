@@ -41,7 +41,8 @@ class Windows final : private WindowQueue::Work {
              const Expectation& expectation);
   // A storage is demanded: what comes next is wanted.
   void look_ahead(const IterationPtr& iteration, size_t index);
-  // Starts bringing back those of these entries that are away, as far as there is memory.
+  // Starts bringing back those of these entries that are away, in this order, as far as there is
+  // memory.
   void bring(const std::vector<EntryPtr>& entries);
   // The room of an entry is needed: its encode starts now, if it still waits.
   void hurry(const EntryPtr& entry);
@@ -55,7 +56,7 @@ class Windows final : private WindowQueue::Work {
 
  private:
   TicketPtr start(const PendingEncode& pending) override;
-  bool fetch(const EntryPtr& entry) override;
+  Ahead fetch(const EntryPtr& entry) override;
   bool on_stream(const c10::Stream& stream) override;
   void notice(const AnyLanePtr& lane, int64_t nbytes, bool encoded);
 

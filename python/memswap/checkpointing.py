@@ -229,7 +229,7 @@ class Checkpointing(Uncopied, Counted):
             called = with_the_same_parameters(fn, called)
         if options["early_stop"]:
             called = stopping_behind_operators(called)
-        if around is not None and around.engine.directed:
+        if around is not None and around.engine.planning.directed:
             called = counting(around.engine, called)
         inputs = outer.within(f"{unit}/inputs", self._input_action, group)
         if self._input_action is not None:

@@ -281,6 +281,13 @@ def test_a_shortage_of_the_first_forward_is_counted_and_one_that_lasts_is_told(
     assert engine.stats().kept["codec room"].tensors == 4
     with pytest.warns(UserWarning, match="no room for the worst case"):
         step(engine, device, normal)
+    engine = engine_of(ENCODE_SWAP)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        step(engine, device, normal)
+    with pytest.warns(UserWarning, match="is swapped as it is: .*no room for the worst case"):
+        step(engine, device, normal)
+    assert not engine.stats().kept
 
 
 @pytest.mark.parametrize("action", [Action.ENCODE, Action.ENCODE_SWAP])

@@ -189,4 +189,4 @@ def _count(engine: Engine, tensor: torch.Tensor, known: set[int]) -> None:
     if view is None or view.of_leaf or view.key in known or engine.is_persistent(view.key):
         return
     with engine.lock:
-        engine.count_recomputed(native.StorageRef(tensor))
+        engine.planning.count_recomputed(native.StorageRef(tensor))

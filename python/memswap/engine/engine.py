@@ -82,12 +82,12 @@ class Engine(native.Engine):
     @director.setter
     def director(self, director: Director | None) -> None:
         self._director = director
-        self.set_directed(director is not None)
+        self.planning.set_directed(director is not None)
         self._want_recipes()
 
     def _want_recipes(self) -> None:
         """Know operators if the policy or a plan may ask for it."""
-        if recipes.wants_recipes(self._policy, self.directed):
+        if recipes.wants_recipes(self._policy, self.planning.directed):
             self.open_recipes()
 
     # --- the life of an iteration -----------------------------------------------------------------
@@ -108,7 +108,7 @@ class Engine(native.Engine):
                 for transfers in opened:
                     transfers.trim_outputs()  # before the director looks at what is there
                 if self._director is not None:
-                    planned_bytes = self.extend_streak()
+                    planned_bytes = self.planning.extend_streak()
                     if planned_bytes is None:  # something is not as it was the last time
                         planned_bytes = self._director.begin(self.iteration)
                     leaving_bytes = planned_bytes or leaving_bytes
@@ -174,12 +174,14 @@ class Engine(native.Engine):
         with self.lock:
             self.departing.notice_gone()
             self.learn()
+            self.ledger.tell()
             return snapshot(self.ledger, self.recipes)
 
     def reset_stats(self) -> None:
         with self.lock:
             self.departing.notice_gone()
             self.learn()
+            self.ledger.tell()
             self.ledger.reset()
             if self.recipes is not None:
                 self.recipes.reset_runs()

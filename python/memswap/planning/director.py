@@ -72,7 +72,7 @@ class BudgetDirector:
         self._engine = engine
         # What ranks have proven may differ, all marks of a device are known, and what a user's
         # function asks for follows no plan alone.
-        engine.set_plans_sources(group is None and device is None and policy.fn is None)
+        engine.planning.set_plans_sources(group is None and device is None and policy.fn is None)
         self._fixed = policy.action is not None or policy.fn is not None
         self._bounded = budget != "auto"
         self._learner = Learner(engine, budget, rates, group, self._fixed, pool, device)
@@ -126,7 +126,7 @@ class BudgetDirector:
     def look(self) -> None:
         """Notice what is gone, without a mark."""
         with self._engine.lock:
-            self._engine.sweep_recomputed(True)
+            self._engine.planning.sweep_recomputed(True)
 
     def wait(self) -> None:
         """Have what the steps so far show planned with, and wait for that.
@@ -273,12 +273,12 @@ class BudgetDirector:
         self._set_limit()
         forwards = 1 if others else self._learner.until_asked(kind)
         flights = min(kind.flights.number, plan.in_flight) if self._bounded else kind.flights.number
-        self._engine.begin_streak(forwards, flights, leaving_bytes)
+        self._engine.planning.begin_streak(forwards, flights, leaving_bytes)
 
     def _notice(self) -> None:
         """Take over what has followed a plan by itself since somebody was asked."""
         first, self._offered = self._offered, None
-        streak = None if first is None else self._engine.end_streak()
+        streak = None if first is None else self._engine.planning.end_streak()
         if first is None or streak is None:
             return
         kind = first.kind
@@ -351,9 +351,9 @@ class BudgetDirector:
         waiting: list[InFlight] = []
         ended: list[InFlight] = []
         for one in self._in_flight:
-            (waiting if one.iteration.waits else ended).append(one)
+            (waiting if one.iteration.mostly_alive else ended).append(one)
         self._in_flight = waiting
-        self._engine.sweep_recomputed(bool(waiting))
+        self._engine.planning.sweep_recomputed(bool(waiting))
         for one in ended:
             one.end()
             if self._device is not None and (workspace := one.workspace) is not None:
@@ -395,7 +395,7 @@ class BudgetDirector:
             one.waited_for < iteration.size
             and engine.ledger.resident_bytes + nbytes > iteration.course.limit_bytes
         ):
-            engine.make_room(iteration, one.waited_for)
+            engine.planning.make_room(iteration, one.waited_for)
             one.waited_for += 1
 
     # --- the whole device -------------------------------------------------------------------------

@@ -2,10 +2,13 @@
 #include "engine/batch.h"
 
 #include <ATen/ops/empty.h>
+#include <c10/util/Exception.h>
 #include <gtest/gtest.h>
 
 #include <cstring>
 #include <memory>
+#include <optional>
+#include <stdexcept>
 #include <string>
 #include <thread>
 #include <utility>
@@ -229,8 +232,8 @@ TEST_F(Batches, WhatCannotBeGatheredIsSentOneByOne) {
   EXPECT_TRUE(demands(*batch, entries[1], 2));
 }
 
-// What was loaded before it had gone, and told to leave again, is away; its bytes are still with
-// the send, which then fails.
+// What was loaded before it had gone, and told to leave again, is leaving as before; its bytes are
+// still with the send, which then fails.
 TEST_F(Batches, ABucketThatFailedAfterItWasLoadedIsGivenBack) {
   const auto lane =
       std::make_shared<testing::FailingLane>(std::make_shared<WorkerLane>(2, 1 << 20));
@@ -243,7 +246,8 @@ TEST_F(Batches, ABucketThatFailedAfterItWasLoadedIsGivenBack) {
   batch->launch_offload();
   batch->launch_load();
   batch->launch_offload();
-  EXPECT_EQ(entries[0]->state(), State::kAway);
+  EXPECT_EQ(entries[0]->state(), State::kLeaving);
+  EXPECT_EQ(engine->ledger.counters.resident_bytes, 2 * kBytes);
   first.reset();
   second.reset();
   EXPECT_FALSE(entries[0]->notice_gone(/*wait=*/false)) << "its bytes are nowhere else yet";
@@ -253,6 +257,151 @@ TEST_F(Batches, ABucketThatFailedAfterItWasLoadedIsGivenBack) {
   EXPECT_EQ(engine->ledger.kept().at("pool").tensors, 2);
   EXPECT_EQ(engine->ledger.counters.away_bytes, 0);
   EXPECT_EQ(engine->ledger.counters.resident_bytes, 2 * kBytes);
+}
+
+// A send that failed is noticed by the load, and not taken for one that is still to be waited for.
+TEST_F(Batches, ALoadNoticesThatTheSendHasFailed) {
+  const auto lane =
+      std::make_shared<testing::FailingLane>(std::make_shared<WorkerLane>(2, 1 << 20));
+  *lane->fails = false;
+  sender = std::make_shared<BlockSender>(lane, pool);
+  engine = engine_by(sender);
+  std::vector<std::string> told;
+  engine->ledger.warn = [&](const std::string& message) { told.push_back(message); };
+  engine->set_batch_limits({.small_bytes = 0});
+  const BatchPtr batch = begin();
+  const at::Tensor held = filled(1);
+  const EntryPtr entry = save(*batch, held);
+  batch->launch_offload();
+  *lane->fails = true;
+  batch->launch_load();
+  EXPECT_EQ(entry->away(), nullptr) << "its bytes were never written";
+  EXPECT_EQ(told.size(), 1u);
+  batch->launch_offload();
+  batch->wait_offload();
+  EXPECT_TRUE(demands(*batch, entry, 1));
+  EXPECT_EQ(entry->state(), State::kResident);
+}
+
+// The same, noticed when the last save has read the storage.
+TEST_F(Batches, ASendThatFailedWhileTheStorageWasReadGivesItBack) {
+  const auto lane =
+      std::make_shared<testing::FailingLane>(std::make_shared<WorkerLane>(2, 1 << 20));
+  *lane->fails = false;
+  sender = std::make_shared<BlockSender>(lane, pool);
+  engine = engine_by(sender);
+  const BatchPtr batch = begin();
+  at::Tensor held = filled(1);
+  const EntryPtr entry = save(*batch, held);
+  batch->launch_offload();
+  batch->launch_load();
+  *lane->fails = true;
+  EXPECT_TRUE(demands(*batch, entry, 1));
+  EXPECT_EQ(entry->state(), State::kResident);
+  EXPECT_EQ(entry->away(), nullptr);
+  held.reset();
+  EXPECT_TRUE(demands(*batch, entry, 1)) << "a second backward";
+}
+
+// Brings back nothing for as long as there is no memory, and owns what it brings until somebody
+// waits for it or nobody will, as streams do.
+class MemoryLane final : public LaneAround {
+ public:
+  using LaneAround::LaneAround;
+
+  std::pair<StorageRefPtr, TicketPtr> fetch(BlockPtr block, Tickets after) override {
+    if (room == 0) {
+      throw c10::OutOfMemoryError({__func__, __FILE__, __LINE__}, "no memory");
+    }
+    --room;
+    auto [storage, arrival] = LaneAround::fetch(std::move(block), std::move(after));
+    arrival->wait();
+    fetched.emplace(*storage);
+    auto ticket = std::make_shared<Holding>(storage);
+    return {std::move(storage), std::move(ticket)};
+  }
+
+  int room = 100;
+  std::optional<WeakStorage> fetched;
+
+ private:
+  struct Holding final : Ticket {
+    explicit Holding(StorageRefPtr storage) : storage(std::move(storage)) {}
+    void wait() override { storage.reset(); }
+    bool done() override { return storage == nullptr; }
+    void synchronize() override { wait(); }
+    void abandon() noexcept override { wait(); }
+
+    StorageRefPtr storage;
+  };
+};
+
+TEST_F(Batches, WhatIsToldToLeaveWhileItReturnsGivesItsMemoryBack) {
+  for (const int64_t small_bytes : {int64_t{0}, kBytes}) {  // alone, and in a bucket
+    SCOPED_TRACE(small_bytes);
+    const auto lane = std::make_shared<MemoryLane>(std::make_shared<WorkerLane>(2, 1 << 20));
+    sender = std::make_shared<BlockSender>(lane, pool);
+    engine = engine_by(sender);
+    engine->set_batch_limits({.small_bytes = small_bytes});
+    const BatchPtr batch = begin();
+    const std::vector<EntryPtr> entries = {save(*batch, filled(1)), save(*batch, filled(2))};
+    batch->launch_offload();
+    batch->wait_offload();
+    batch->launch_load();
+    EXPECT_EQ(entries[0]->state(), State::kReturning);
+    EXPECT_FALSE(lane->fetched->expired());
+    batch->launch_offload();
+    EXPECT_EQ(entries[0]->state(), State::kAway);
+    EXPECT_EQ(engine->ledger.counters.resident_bytes, 0);
+    EXPECT_TRUE(lane->fetched->expired()) << "its ticket holds it, and nobody waits for that";
+    batch->wait_offload();
+    EXPECT_TRUE(demands(*batch, entries[0], 1));
+    EXPECT_TRUE(demands(*batch, entries[1], 2));
+  }
+}
+
+TEST_F(Batches, ALoadThatLackedMemoryGoesOnWhenItIsCalledAgain) {
+  const auto lane = std::make_shared<MemoryLane>(std::make_shared<WorkerLane>(2, 1 << 20));
+  sender = std::make_shared<BlockSender>(lane, pool);
+  engine = engine_by(sender);
+  engine->set_batch_limits({.small_bytes = 0});
+  const BatchPtr batch = begin();
+  std::vector<EntryPtr> entries;
+  for (uint8_t value = 1; value <= 3; ++value) {
+    entries.push_back(save(*batch, filled(value)));
+  }
+  batch->launch_offload();
+  batch->wait_offload();
+  lane->room = 1;
+  batch->launch_load();
+  EXPECT_EQ(entries[0]->state(), State::kReturning);
+  EXPECT_EQ(entries[1]->state(), State::kAway);
+  lane->room = 100;
+  batch->launch_load();
+  EXPECT_EQ(entries[1]->state(), State::kReturning);
+  EXPECT_EQ(entries[2]->state(), State::kReturning);
+  lane->room = 0;
+  batch->launch_load();  // nothing is left to do
+  batch->wait_load();
+  for (uint8_t value = 1; value <= 3; ++value) {
+    EXPECT_TRUE(demands(*batch, entries[value - 1], value));
+  }
+  EXPECT_EQ(engine->ledger.counters.stalls, 0);
+}
+
+TEST_F(Batches, AWarningThatIsAnErrorLosesNoStorage) {
+  engine->set_batch_limits({.small_bytes = 0});
+  engine->ledger.warn = [](const std::string& message) { throw std::runtime_error(message); };
+  const BatchPtr batch = begin();
+  const EntryPtr large = save(*batch, filled(1, 2 << 20)), other = save(*batch, filled(2));
+  EXPECT_THROW(batch->launch_offload(), std::runtime_error) << "the pool has no room for one";
+  EXPECT_EQ(large->state(), State::kResident);
+  EXPECT_EQ(engine->ledger.kept().at("pool").tensors, 1);
+  EXPECT_EQ(other->state(), State::kLeaving) << "it was sent all the same";
+  batch->wait_offload();
+  EXPECT_EQ(other->state(), State::kAway);
+  EXPECT_TRUE(demands(*batch, large, 1));
+  EXPECT_TRUE(demands(*batch, other, 2));
 }
 
 TEST_F(Batches, ThreadsMoveBatchesOfOneEngine) {

@@ -2,6 +2,7 @@
 #include "engine/engine.h"
 
 #include <ATen/ops/empty.h>
+#include <c10/util/Exception.h>
 #include <gtest/gtest.h>
 
 #include <cstddef>
@@ -54,6 +55,7 @@ class Engines : public ::testing::Test {
     SavedView view = *SavedView::capture(tensor);
     SaveResult saved =
         engine->save({.tensor = tensor, .view = view, .scope = scope, .number = ++scope.packs});
+    engine->ledger.tell();
     if (saved.moves) {
       static_cast<Entry&>(*saved.known).add_handle();
       return {saved, view, {}};
@@ -181,6 +183,47 @@ TEST_F(Engines, WithoutMemoryOnTheWayBackOnlyWhatIsDemandedIsLost) {
   EXPECT_TRUE(demands(first, 1));
 }
 
+// What there is no memory for ahead of its demand is asked for again by the next demand, before
+// what comes after it.
+TEST_F(Engines, WhatLackedMemoryAheadIsBroughtByALaterDemand) {
+  struct Short final : LaneAround {
+    using LaneAround::LaneAround;
+    std::pair<StorageRefPtr, TicketPtr> fetch(BlockPtr block, Tickets after) override {
+      if (room-- <= 0) {
+        throw c10::OutOfMemoryError({__func__, __FILE__, __LINE__}, "no memory");
+      }
+      return LaneAround::fetch(std::move(block), std::move(after));
+    }
+    int room = 2;
+  };
+  const auto short_lane = std::make_shared<Short>(lane);
+  auto hosted =
+      testing::hosted_engine(testing::transfers_by(std::make_shared<BlockSender>(short_lane, pool)),
+                             /*prefetch_bytes=*/3 * kSavedBytes);
+  engine = hosted.engine;
+  engine->set_policy(kSwaps);
+  std::vector<Handle> handles;
+  for (uint8_t value = 1; value <= 5; ++value) {
+    handles.push_back(save(saved_bytes(value)));
+    handles.back().entry()->departure()->wait();
+  }
+  const auto returning = [&](size_t which) {
+    return handles[which].entry()->state() == State::kReturning;
+  };
+  EXPECT_TRUE(demands(handles[4], 5));
+  EXPECT_TRUE(returning(3));
+  EXPECT_FALSE(returning(2)) << "there was no memory for it";
+  short_lane->room = 2;
+  EXPECT_TRUE(demands(handles[3], 4));
+  EXPECT_TRUE(returning(2));
+  EXPECT_TRUE(returning(1));
+  EXPECT_FALSE(returning(0)) << "what is newly near comes after what was near before";
+  short_lane->room = 1;
+  EXPECT_TRUE(demands(handles[2], 3));
+  EXPECT_TRUE(returning(0));
+  EXPECT_EQ(engine->ledger.counters.stalls, 1);
+}
+
 TEST_F(Engines, AFunctionOfTheUsersIsAskedUnlessWhoSavesHasAnAction) {
   engine->set_policy({.min_bytes = 1, .action = std::nullopt, .asks = true});
   host.says = Action::kKeep;
@@ -260,7 +303,7 @@ TEST_F(Engines, WithoutARecipeARecomputedStorageLeavesAsSuitsTheDevice) {
 }
 
 TEST_F(Engines, WhoDirectsSaysWhatBecomesOfEachStorage) {
-  engine->set_directed(true);
+  engine->planning.set_directed(true);
   host.directs = Action::kKeep;
   EXPECT_FALSE(save(saved_bytes(1)).saved.moves);
   EXPECT_EQ(engine->ledger.kept().at("planned").tensors, 1);
@@ -285,7 +328,7 @@ TEST_F(Engines, ThePlanOfAnIterationIsFollowedForAsLongAsItFits) {
   plan->places[2].releases = {0};
   plan->places[2].fetches = {0};
   plan->check();
-  engine->set_directed(true);
+  engine->planning.set_directed(true);
   engine->iteration()->course.set_terms({.plan = plan});
   std::vector<Handle> handles;
   for (uint8_t value = 1; value <= 3; ++value) {
@@ -323,7 +366,7 @@ TEST_F(Engines, WhatBeginsSmallerThanPlannedIsAskedAbout) {
     const Handle first = save(saved_bytes(1)), second = save(saved_bytes(2));
     return host.asked;
   };
-  engine->set_directed(true);
+  engine->planning.set_directed(true);
   host.directs = Action::kSwap;
   EXPECT_EQ(asked(0), 0) << "a later storage may be smaller";
   EXPECT_EQ(asked(1), 1);

@@ -132,8 +132,51 @@ TEST_F(Entries, ASendThatFailedGivesTheStorageBack) {
   EXPECT_EQ(entry->storage()->storage.unsafeGetStorageImpl(), look_at(tensor).storage_key());
   EXPECT_EQ(ledger.counters.away_bytes, 0);
   EXPECT_EQ(ledger.kept().at("pool").nbytes, kStorageBytes);
+  EXPECT_TRUE(told.empty()) << "the user is warned when all is done";
+  ledger.tell();
   ASSERT_EQ(told.size(), 1u);
   EXPECT_NE(told[0].find("a storage stays where it is"), std::string::npos) << told[0];
+}
+
+// Its send may be under way while a reader has it: then it is leaving afterwards, and counted as
+// there until it is gone.
+TEST_F(Entries, WhatIsReadWhileItLeavesGoesOnLeaving) {
+  at::Tensor tensor = full_of(4);
+  const EntryPtr entry = sent(tensor, sender, /*wait=*/false);
+  entry->add_handle();
+  StorageRefPtr read = entry->bring();
+  EXPECT_EQ(entry->state(), State::kLeaving);
+  EXPECT_EQ(engine->departing.size(), 1u);
+  EXPECT_EQ(ledger.counters.resident_bytes, kStorageBytes);
+  read.reset();
+  tensor.reset();
+  EXPECT_FALSE(entry->notice_gone(/*wait=*/false)) << "its send holds it";
+  entry->departure()->wait();
+  engine->departing.notice_gone();
+  EXPECT_EQ(entry->state(), State::kAway);
+  EXPECT_EQ(ledger.counters.resident_bytes, 0);
+  EXPECT_EQ(ledger.counters.freed_bytes, kStorageBytes);
+}
+
+// Every save has read it, and its last consumer holds it: it is away, and not gone.
+TEST_F(Entries, WhatAConsumerHoldsIsNotGoneAndNotFetchedOnceMore) {
+  at::Tensor tensor = full_of(6);
+  const EntryPtr entry = sent(tensor, sender);
+  tensor.reset();
+  EXPECT_TRUE(entry->notice_gone(/*wait=*/false));
+  entry->add_handle();
+  StorageRefPtr consumed = entry->bring();
+  entry->arrival()->wait();
+  EXPECT_EQ(entry->state(), State::kAway);
+  EXPECT_FALSE(entry->notice_gone(/*wait=*/false));
+  EXPECT_EQ(entry->fetch_ahead(), Ahead::kNothing);
+  EXPECT_EQ(entry->returning_nbytes(), 0);
+  EXPECT_EQ(entry->bring()->storage.unsafeGetStorageImpl(),
+            consumed->storage.unsafeGetStorageImpl());
+  EXPECT_EQ(ledger.counters.returned_storages, 1);
+  consumed.reset();
+  EXPECT_TRUE(entry->notice_gone(/*wait=*/false));
+  EXPECT_EQ(entry->fetch_ahead(), Ahead::kFetches);
 }
 
 TEST_F(Entries, TheLastHandleTakesTheEntryAlong) {

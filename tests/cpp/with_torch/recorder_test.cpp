@@ -68,7 +68,7 @@ class Records : public ::testing::Test {
     sender = std::make_shared<BlockSender>(std::move(lane), pool);
     engine = testing::hosted_engine(testing::transfers_by(sender), prefetch_bytes).engine;
     engine->set_policy({.min_bytes = 1});
-    engine->set_directed(true);
+    engine->planning.set_directed(true);
     begin_iteration();
   }
 
@@ -95,7 +95,7 @@ class Records : public ::testing::Test {
     engine->depart(*entry, sender->send(storage).value());
     storage.reset();  // its ticket's share is the last one
     entry->add_handle();
-    engine->after_save(entry);
+    engine->planning.saved(entry);
     return entry;
   }
 
@@ -211,8 +211,8 @@ TEST_F(Records, WhatRegionsSaveAgainCountsFromItsMarkOn) {
   at::Tensor recomputed = bytes(500);
   {
     const Locked locked(engine->lock);
-    engine->count_recomputed(StorageRef(recomputed.storage()));
-    engine->count_recomputed(StorageRef(recomputed.storage()));
+    engine->planning.count_recomputed(StorageRef(recomputed.storage()));
+    engine->planning.count_recomputed(StorageRef(recomputed.storage()));
   }
   EXPECT_EQ(engine->ledger.counters.resident_bytes, before + 500) << "it counts twice";
   recomputed.reset();

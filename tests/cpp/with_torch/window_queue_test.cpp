@@ -51,14 +51,17 @@ class FakeEngine final : public WindowQueue::Work {
     log.push_back(pending.order.key.unit);
     return std::make_shared<NamedTicket>(pending.order.key.unit, log);
   }
-  bool fetch(const EntryPtr& entry) override {
+  Ahead fetch(const EntryPtr& entry) override {
     log.push_back("fetch " + std::to_string(entry->nbytes() / kMb));
-    return away.contains(entry.get());
+    if (!memory) {
+      return Ahead::kNoMemory;
+    }
+    return away.contains(entry.get()) ? Ahead::kFetches : Ahead::kNothing;
   }
   bool on_stream(const c10::Stream& one) override { return one == stream(current); }
 
   int64_t current = 0;
-  bool full = false, broken = false;
+  bool full = false, broken = false, memory = true;
   Log log;
   std::set<const Entry*> away;
 };
@@ -172,6 +175,29 @@ TEST_F(WindowQueues, AnEncodeStartsOnlyOnTheStreamOfItsTensor) {
   EXPECT_EQ(open(5), Log{"there"}) << "nor is `here` joined from another stream";
   work.current = 0;
   EXPECT_EQ(open(5), Log{"join here"});
+}
+
+TEST_F(WindowQueues, WhatIsStartedNowIsWhatWasAskedFor) {
+  defer("another", 1);
+  defer("there", 1, 0.5, /*on=*/1);
+  defer("here", 1);
+  queue.start_now({entries["there"]});
+  EXPECT_EQ(work.log, Log{}) << "it belongs on another stream, and nothing takes its place";
+  queue.start_now({entries["here"]});
+  EXPECT_EQ(work.log, Log{"here"});
+  EXPECT_EQ(queue.pending(), (std::vector{entries["another"], entries["there"]}));
+  EXPECT_EQ(queue.pending_bytes(), 2 * kMb);
+}
+
+TEST_F(WindowQueues, ADecodeWithoutMemoryIsTriedAgain) {
+  work.memory = false;
+  const std::vector<EntryPtr> both = wanted({1, 2});
+  queue.want(both, /*prefetch_bytes=*/0);
+  EXPECT_EQ(work.log, Log{"fetch 1"}) << "what comes after it has to wait as well";
+  EXPECT_EQ(open(5), Log{"fetch 1"});
+  work.memory = true;
+  EXPECT_EQ(open(5), (Log{"fetch 1", "fetch 2"}));
+  EXPECT_EQ(queue.counts.decoded_in_windows, 2);
 }
 
 TEST_F(WindowQueues, NothingStartsOnceItsBackwardHasBegun) {
