@@ -16,6 +16,7 @@ from memswap import Action, Rates
 from memswap.engine import recipes
 from memswap.engine.hook_scope import HookScope
 from memswap.planning.director import BudgetDirector
+from memswap.planning.holding import Holding
 from memswap.planning.plan import describe
 
 pytestmark = pytest.mark.one_schedule
@@ -309,3 +310,23 @@ def test_forty_five_percent_are_met_on_a_cpu_without_a_pool():
     assert stats.peak_resident_bytes <= plan.budget_bytes
     assert {Action.ENCODE, Action.RECOMPUTE} <= {one.action for one in plan.storages}
     assert stats.peak_away_bytes == 0
+
+
+@pytest.mark.cpu_only
+def test_recipes_that_make_a_step_longer_are_given_up(monkeypatch):
+    """By measurement, whatever was predicted; operators are not noted any more then."""
+    monkeypatch.setattr(Holding, "cost_s", lambda self: 1.0)
+    managed = Managed(torch.device("cpu"), None, "auto")
+    planned: set[Action] = set()
+    for _ in range(200):
+        planned |= managed.actions()
+        if managed.plan.declined:
+            break
+        managed.step()
+    assert Action.RECOMPUTE in planned, "no recipe was planned"
+    assert managed.plan.declined and managed.plan.moved_bytes == 0
+    assert "declined, everything stays: moving" in str(managed.plan)
+    stats = managed.step()
+    assert stats.recipe_runs == 0 and stats.moved_storages == 0
+    assert not managed.manager._director._latest.needs_operators
+    assert_nothing_left(managed.manager.stats())

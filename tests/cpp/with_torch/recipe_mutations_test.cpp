@@ -218,6 +218,15 @@ class LetsGoEarly final : public EngineRecipeHost {
   }
 };
 
+// A source of a kind that stays, whose version the engine does not check.
+class ChecksNothing final : public EngineRecipeHost {
+ public:
+  using EngineRecipeHost::EngineRecipeHost;
+  SourcePtr keep(const KnownTensor& tensor, Standing) override {
+    return std::make_shared<Unchecked>(tensor.lock());
+  }
+};
+
 constexpr int64_t kRows = 64;
 constexpr int64_t kWideBytes = kRows * kRows * 4, kNarrowBytes = kRows * kRows * 2;
 
@@ -291,6 +300,43 @@ struct Recomputing {
     return {counters.peak_resident_bytes - before, counters.resident_bytes - before};
   }
 
+  // What a demand sees after a parameter that its recipe reads was edited, of which nobody has
+  // heard.
+  Seen after_an_edit() {
+    engine->set_persistent({leaf});
+    for (int iteration = 0; iteration < 3; ++iteration) {
+      forward_of_one();
+      engine->demand(one);
+      one.reset();
+    }
+    const at::Tensor expected = forward_of_one();
+    EXPECT_NE(std::dynamic_pointer_cast<RecipeForm>(one->away()), nullptr);
+    {
+      const at::NoGradGuard no_grad;
+      leaf.mul_(2);
+    }
+    try {
+      return same_bytes(engine->demand(one)->storage, expected.storage()) ? Seen::kRight
+                                                                          : Seen::kWrong;
+    } catch (const EditedInPlace&) {
+      return Seen::kRefused;
+    }
+  }
+
+  // Saves one storage that an operator makes of a parameter, and gives a copy of it.
+  at::Tensor forward_of_one() {
+    engine->next_iteration();
+    engine->recipes()->begin_iteration();
+    engine->recipes()->log().enter();
+    number = 0;
+    const at::Tensor made = at::silu(leaf);
+    one = save(made);
+    engine->recipes()->log().leave();
+    return made.detach().clone();
+  }
+
+  EntryPtr one;
+
   static constexpr size_t kBudget = 1 << 20;
   const std::shared_ptr<Pool> pool = std::make_shared<Pool>(
       std::make_shared<BudgetedSlabs>(std::make_shared<OrdinarySlabs>(), kBudget),
@@ -315,6 +361,12 @@ TEST(RecipeMutations, ASourceThatIsInNoAccountWhileItsRecipeRuns) {
             std::pair(2 * kWideBytes + kNarrowBytes, kWideBytes));
   EXPECT_EQ(Recomputing(std::type_identity<LetsGoEarly>()).run_bytes(),
             std::pair(2 * kWideBytes, kWideBytes))
+      << "the mutation struck nothing";
+}
+
+TEST(RecipeMutations, AnEditThatTheEngineDoesNotCheck) {
+  EXPECT_EQ(Recomputing(std::type_identity<EngineRecipeHost>()).after_an_edit(), Seen::kRefused);
+  EXPECT_EQ(Recomputing(std::type_identity<ChecksNothing>()).after_an_edit(), Seen::kWrong)
       << "the mutation struck nothing";
 }
 
