@@ -103,7 +103,7 @@ EnginePtr make_engine(std::optional<int64_t> prefetch_bytes, Schedule schedule) 
 void bind_ledger(py::module_& module) {
   py::class_<Known, KnownPtr>(module, "Known");
   Bound<Ledger, std::shared_ptr<Ledger>>(module, "Ledger")
-      .calls<&Ledger::keep, &Ledger::tell_once, &Ledger::tell, &Ledger::reset>()
+      .calls<&Ledger::keep, &Ledger::tell_once, &Ledger::reset>()
       .reads<&Ledger::kept, &Ledger::known_storages, &Ledger::counters, &Ledger::resident_bytes>()
       .def("offer", [](Ledger& self, int64_t nbytes) { self.counters.offer(nbytes); })
       .def("set_reserved", [](Ledger& self, int64_t bytes) { self.counters.set_reserved(bytes); });
@@ -208,7 +208,7 @@ void bind_engine(py::module_& module) {
       .reads<&Planning::directed>();
   Bound<Engine, EnginePtr>(module, "Engine")
       .calls<&Engine::set_policy, &Engine::set_batch_limits, &Engine::set_recipes,
-             &Engine::set_persistent, &Engine::next_iteration, &Engine::learn>()
+             &Engine::set_persistent, &Engine::next_iteration, &Engine::learn, &Engine::tell>()
       .reads<&Engine::schedule, &Engine::lock, &Engine::departing, &Engine::timeline,
              &Engine::planning, &Engine::iteration, &Engine::recipes>()
       .def(py::init(&make_engine), "prefetch_bytes"_a, "schedule"_a = Schedule::kIterations)

@@ -59,7 +59,11 @@ PyObject* unpack(PyObject* object, PyObject*) {
     if (self->batch != Py_None) {
       py::handle(self->batch).cast<Batch&>().notice_demand(self->saved.entry());
     }
-    return THPVariable_Wrap(self->saved.unpack());
+    const at::Tensor tensor = self->saved.unpack();
+    if (const EntryPtr entry = self->saved.entry()) {
+      entry->engine()->tell();
+    }
+    return THPVariable_Wrap(tensor);
   });
 }
 
@@ -233,7 +237,6 @@ py::object save(Scope& scope, PyObject* tensor, SavedView&& view) {
       entry ? new_handle(scope.owner.ptr(), scope.batch.ptr(),
                          [&] { return SavedTensor::moved(std::move(entry), std::move(view)); })
             : kept_handle(tensor, std::move(saved.known), scope.owner.ptr());
-  scope.engine->ledger.tell();
   return handle;
 }
 
@@ -276,6 +279,7 @@ PyObject* pack(PyObject* object, PyObject* tensor) {
     }
     wait_for_collectives(THPVariable_Unpack(tensor));
     py::object handle = pack_plain(self, scope, tensor, std::move(*view));
+    scope.engine->tell();
     if (!scope.outer.is_none()) {
       handle = self.attr("or_outer")(py::handle(tensor), handle);
     }

@@ -162,6 +162,11 @@ int64_t Batch::nbytes() const {
 }
 
 void Batch::launch_offload() {
+  send_all();
+  engine_->tell();
+}
+
+void Batch::send_all() {
   const Locked locked(engine_->lock);
   check_open("launch_offload");
   if (phase_ == Phase::kLoading || phase_ == Phase::kLoaded) {
@@ -175,7 +180,6 @@ void Batch::launch_offload() {
     phase_ = Phase::kOffloading;
   }
   read_by_.reset();
-  engine_->ledger.tell();
 }
 
 void Batch::wait_offload() {
@@ -202,10 +206,16 @@ void Batch::wait_offload() {
   if (phase_ == Phase::kOffloading) {
     phase_ = Phase::kOffloaded;
   }
-  engine_->ledger.tell();
+  locked.unlock();
+  engine_->tell();
 }
 
 void Batch::launch_load(int64_t readings) {
+  fetch_all(readings);
+  engine_->tell();
+}
+
+void Batch::fetch_all(int64_t readings) {
   const Locked locked(engine_->lock);
   check_open("launch_load");
   if (phase_ == Phase::kCollected) {
@@ -228,7 +238,6 @@ void Batch::launch_load(int64_t readings) {
       wait_ignoring_failure(entry->arrival());  // nobody else would do the work
     }
   }
-  engine_->ledger.tell();
 }
 
 void Batch::wait_load() {

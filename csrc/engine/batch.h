@@ -97,10 +97,13 @@ class Batch : public std::enable_shared_from_this<Batch> {
 
   const std::string name;
   const IterationPtr iteration;
-  // Called, under the engine's lock, when a backward pass first demands one of its storages.
+  // Called, under the engine's lock, when a backward pass first demands one of its storages; once,
+  // also if it raises.
   std::function<void()> on_demand;
 
  private:
+  void send_all();
+  void fetch_all(int64_t readings);
   std::vector<EntryPtr> living() const;
   void reached_by_backward(const Entry& entry);
   void check_open(const char* call) const;

@@ -10,12 +10,12 @@
 
 namespace memswap {
 
-// The ticket of a bucket, and how many of its parts have somebody who may wait for them.
+// The ticket of a bucket, and how many tickets of its parts have not been abandoned.
 struct WholeTicket {
   explicit WholeTicket(TicketPtr ticket) : ticket(std::move(ticket)) {}
 
   const TicketPtr ticket;
-  std::atomic<int> waiting{0};
+  std::atomic<int> not_abandoned{0};
 };
 
 namespace {
@@ -25,7 +25,7 @@ class PartTicket final : public Ticket {
  public:
   PartTicket(std::shared_ptr<WholeTicket> whole, size_t offset, size_t nbytes)
       : whole_(std::move(whole)), offset_(offset), nbytes_(nbytes) {
-    ++whole_->waiting;
+    ++whole_->not_abandoned;
   }
 
   void wait() override { whole_->ticket->wait(); }
@@ -35,7 +35,7 @@ class PartTicket final : public Ticket {
 
   // Others may still wait: the last of them lets go of the bucket.
   void abandon() noexcept override {
-    if (!abandoned_.exchange(true) && --whole_->waiting == 0) {
+    if (!abandoned_.exchange(true) && --whole_->not_abandoned == 0) {
       whole_->ticket->abandon();
     }
   }

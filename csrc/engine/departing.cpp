@@ -56,8 +56,8 @@ void EntryList::leave(Entry* entry) {
   }
 }
 
-// To ask an entry may warn the user and let other threads run: what that leaves of the lists is
-// looked at anew each time. An entry whose storage is held still goes to the end of the list.
+// To ask an entry may let other threads run: what that leaves of the lists is looked at anew each
+// time. An entry whose storage is held still goes to the end of the list.
 void Departing::look_at(EntryList& list, size_t looks) {
   for (looks = std::min(looks, list.size()); looks > 0; --looks) {
     if (list.front() != nullptr && is_held(*list.front())) {

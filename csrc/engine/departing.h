@@ -62,7 +62,7 @@ class Departing {
  private:
   static void look_at(EntryList& list, size_t looks);
 
-  EntryList leaving_;    // whose sends may be under way, in the order of these
+  EntryList leaving_;    // whose sends may be under way, in the order in which they were added
   EntryList lately_;     // the last ones that were sent and are held by somebody, in that order
   EntryList lingering_;  // the others that are held
 };

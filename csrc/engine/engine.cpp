@@ -3,6 +3,8 @@
 #include <torch/csrc/autograd/graph_task.h>
 
 #include <chrono>
+#include <optional>
+#include <string>
 
 #include "recipes.h"
 #include "windows.h"
@@ -61,22 +63,14 @@ Engine::Engine(std::optional<int64_t> prefetch_bytes, Schedule schedule,
 
 Engine::~Engine() = default;
 
-void Engine::bring_ahead(Iteration& of, std::span<const EntryPtr> entries) {
-  for (; !entries.empty(); entries = entries.subspan(1)) {
-    if (entries.front()->fetch_ahead() == Ahead::kNoMemory) {
-      of.postpone(entries);
-      return;
-    }
-  }
-}
-
 // Brings back the storages that backward demands next, as far as there is memory.
 void Engine::look_ahead(const EntryPtr& entry) {
   const IterationPtr of = entry->iteration();
   if (windows) {
     windows->look_ahead(of, entry->index());
   } else {
-    bring_ahead(*of, of->demand(entry->index()));
+    of->bring_ahead(of->demand(entry->index()),
+                    [](const EntryPtr& next) { return next->fetch_ahead(); });
   }
   of->at_peak.demanded(entry->index(), ledger.counters.most_lately());
 }
@@ -87,17 +81,17 @@ StorageRefPtr Engine::demand(const EntryPtr& entry) {
   TicketPtr arrival;
   {
     const Locked locked(lock);
+    departing.notice_some();
     learn();
     is_directed = planning.directed() && entry->iteration();
     if (is_directed) {
-      planning.demanding(entry);
+      planning.before_demand(entry);
     }
     storage = or_lost([&] { return entry->bring(); });
     arrival = entry->arrival();
     if (entry->iteration()) {
       look_ahead(entry);
     }
-    ledger.tell();
   }
   if (arrival) {
     const double waited_s = or_lost([&] { return wait(*arrival); });
@@ -106,7 +100,7 @@ StorageRefPtr Engine::demand(const EntryPtr& entry) {
   }
   tell_trial(*entry);
   if (is_directed) {
-    planning.demanded(entry);
+    planning.after_demand(entry);
   }
   return storage;
 }
@@ -120,15 +114,27 @@ void Engine::demand_kept(const EntryPtr& entry) {
     }
     is_directed = planning.directed();
     if (is_directed) {
-      planning.demanding(entry);
+      planning.before_demand(entry);
     }
     entry->iteration()->look_at_never_freed(*entry);
     look_ahead(entry);
-    ledger.tell();
   }
   tell_trial(*entry);
   if (is_directed) {
-    planning.demanded(entry);
+    planning.after_demand(entry);
+  }
+}
+
+void Engine::tell() {
+  while (ledger.has_untold()) {
+    std::optional<std::string> message;
+    {
+      const Locked locked(lock);
+      message = ledger.take_untold();
+    }
+    if (message) {
+      ledger.warn(*message);
+    }
   }
 }
 

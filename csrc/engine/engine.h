@@ -13,7 +13,6 @@
 #include <deque>
 #include <memory>
 #include <optional>
-#include <span>
 #include <string>
 #include <string_view>
 #include <unordered_map>
@@ -163,15 +162,14 @@ class Engine : public std::enable_shared_from_this<Engine> {
   // Takes in what encoders have reported by now, of each device in the order of their encodes.
   void learn();
 
-  // --- demand (engine.cpp). Neither takes the lock to wait for an arrival. ---
+  // --- demand (engine.cpp). None has the lock while it waits, or while the user is warned. ---
 
   // The storage of an entry, ordered before what the caller does next. Throws LostBytes.
   StorageRefPtr demand(const EntryPtr& entry);
   // A storage that stayed is demanded: what comes next may have to come back.
   void demand_kept(const EntryPtr& entry);
-  // Starts bringing back these entries of an iteration, in this order. What there is no memory for
-  // the iteration postpones.
-  static void bring_ahead(Iteration& of, std::span<const EntryPtr> entries);
+  // Warns of what there is to tell by now ([Note: Warnings come last] in ledger.h).
+  void tell();
 
   // --- parts, with methods of their own ---
 
@@ -218,6 +216,8 @@ class Engine : public std::enable_shared_from_this<Engine> {
   bool short_again(const IterationPtr& shortage);
   Reason declined(const Refused& refused, const Entry& entry);
   void tell_refused(const FrameSender& sender, const Entry& entry, Form form);
+  Reason send_unencoded(const EntryPtr& entry, const StorageRefPtr& storage,
+                        const LeaveOrder& order, bool planned, Reason reason);
   // Whether what this sender encodes waits for a window.
   bool defers(const FrameSender& sender) const {
     return windows != nullptr && sender.works_ahead();

@@ -225,18 +225,21 @@ void Entry::fetch() {
 Ahead Entry::try_fetch() {
   try {
     fetch();
+    engine_->ledger.note_room();
     return Ahead::kFetches;
   } catch (const c10::OutOfMemoryError&) {
+    engine_->ledger.note_full();
+    return Ahead::kNoMemory;
   } catch (const TransferError&) {
+    return Ahead::kNothing;  // its demand says what is wrong
   }
-  return Ahead::kNoMemory;
 }
 
 Ahead Entry::fetch_ahead() {
   if (!away_ || storage_ || !away_->can_fetch_ahead() || !notice_gone(false)) {
     return Ahead::kNothing;
   }
-  return try_fetch();
+  return engine_->ledger.passes_look() ? Ahead::kNoMemory : try_fetch();
 }
 
 // Holds the storage, if anybody does. Whether there was one.
@@ -251,8 +254,8 @@ bool Entry::hold_if_alive() {
   return true;
 }
 
-// Whoever uses the storage holds it from here on, and the entry does not. Its own send may be under
-// way still: then it leaves as it did before somebody asked for it.
+// Whoever uses the storage holds it from here on, and the entry does not: it is away, or leaving
+// again where its send may be under way. One that could not be sent stays.
 void Entry::drop_storage() {
   const bool sent = fetched_ || notice_sent();
   if (!away_) {  // the send has failed: the storage stays

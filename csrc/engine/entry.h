@@ -41,16 +41,17 @@ struct EntryStateError : std::logic_error {
 // What came of bringing a storage back ahead of its demand.
 enum class Ahead : uint8_t {
   kFetches,   // its bytes are on their way
-  kNothing,   // there is nothing to do, or nothing that can be done ahead
-  kNoMemory,  // on the device, or on the way from a file: its demand asks again
+  kNothing,   // there is nothing to do, or nothing that can be done ahead: its demand does it
+  kNoMemory,  // on the device, by now
 };
 
 // [Note: Who holds a storage]
-// What an entry has is one of these rows; a step that would leave them throws EntryStateError.
+// What an entry has is one of these rows. A change of state that is not legal (residence.h) throws
+// EntryStateError.
 //
 //   state      storage_  away_  what it is
 //   resident   -         -      it stays: each save keeps its tensor
-//   resident   held      -      it waits for its batch, or could not be sent
+//   resident   held      -      it waits for its batch or a window, or could not be sent
 //   resident   held      there  it was demanded or loaded, and a save has not read it yet
 //   leaving    -         there  it was sent; others may hold it, and its send's ticket does
 //   away       -         there  it is gone; or every save has read it, and whoever uses it holds it
@@ -208,7 +209,7 @@ class Entry final : public Known, public std::enable_shared_from_this<Entry> {
   size_t index_ = 0;
   int64_t handles_ = 0;
   int64_t keeps_ = 0;
-  int64_t readings_left_ = 0;  // of its saves, since the storage came back
+  int64_t readings_left_ = 0;  // until it lets go of a storage that it was asked for
   bool fetched_ = false;
   ListPlace place_in_list_;
 };

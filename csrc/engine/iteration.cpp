@@ -129,7 +129,7 @@ std::vector<EntryPtr> Iteration::demand(size_t index) {
     if (!entry) {
       continue;
     }
-    if (course.limit_bytes() != 0) {  // as a plan has it there is room; sizes may be other ones
+    if (course.limit_bytes() != 0) {  // a plan has room for its own sizes; these may be larger
       nbytes += entry->returning_nbytes();
       if (entry->counters().resident_bytes + nbytes > course.limit_bytes()) {
         break;

@@ -53,8 +53,17 @@ class Iteration : public std::enable_shared_from_this<Iteration> {
 
   // A storage is demanded. The entries that are to be brought back now, in this order.
   std::vector<EntryPtr> demand(size_t index);
-  // There was no memory for these of them: the next demand names them first.
-  void postpone(std::span<const EntryPtr> entries);
+  // Starts bringing these of them back, in this order, by `fetch(entry)`. What there is no memory
+  // for the next demand names first.
+  template <class Fetch>
+  void bring_ahead(std::span<const EntryPtr> entries, Fetch fetch) {
+    for (; !entries.empty(); entries = entries.subspan(1)) {
+      if (fetch(entries.front()) == Ahead::kNoMemory) {
+        postpone(entries);
+        return;
+      }
+    }
+  }
   bool began_backward() const { return !order_.demanded().empty(); }
 
   // --- what is known of it ---
@@ -137,6 +146,7 @@ class Iteration : public std::enable_shared_from_this<Iteration> {
   Reason verdict(size_t index, int64_t nbytes);
   std::span<const size_t> next_to_prefetch(size_t index);
   EntryPtr to_bring(size_t index) const;
+  void postpone(std::span<const EntryPtr> entries);
 
   DemandOrder order_;
   std::vector<std::weak_ptr<Entry>> entries_;

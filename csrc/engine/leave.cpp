@@ -39,11 +39,17 @@ Reason Engine::send(const EntryPtr& entry, const StorageRefPtr& storage, const L
     return send_frame(entry, storage, order, *expectation);
   }
   const Reason reason = declined(std::get<Refused>(expected), *entry);
-  if (most_bytes && by.works_ahead()) {
-    entry->iteration()->course.note_unfit();  // the plan has no room for it where it is
-    return send_raw(entry, storage, by);
+  return send_unencoded(entry, storage, order, most_bytes && by.works_ahead(), reason);
+}
+
+// What has no frame, for a reason. `planned`: a plan has no more room for it where it is.
+Reason Engine::send_unencoded(const EntryPtr& entry, const StorageRefPtr& storage,
+                              const LeaveOrder& order, bool planned, Reason reason) {
+  if (planned) {
+    entry->iteration()->course.note_unfit();
   }
-  return order.form == Form::kFrame ? reason : send_raw(entry, storage, by);
+  const bool leaves = planned || order.form != Form::kFrame;
+  return leaves ? send_raw(entry, storage, *order.transfers) : reason;
 }
 
 Reason Engine::send_frame(const EntryPtr& entry, const StorageRefPtr& storage,
@@ -53,13 +59,11 @@ Reason Engine::send_frame(const EntryPtr& entry, const StorageRefPtr& storage,
     depart(*entry, std::move(*leaving));
     return nullptr;
   }
-  const FrameSender& sender = *by.frames(order.form);
-  if (expectation.most_bytes && sender.works_ahead()) {
-    entry->iteration()->course.note_unfit();  // the plan has no room for it where it is
-    return send_raw(entry, storage, by);
+  const bool planned = expectation.most_bytes && by.works_ahead();
+  if (!planned) {
+    tell_refused(*by.frames(order.form), *entry, order.form);
   }
-  tell_refused(sender, *entry, order.form);
-  return order.form == Form::kFrame ? reasons::kCodecRoom : send_raw(entry, storage, by);
+  return send_unencoded(entry, storage, order, planned, reasons::kCodecRoom);
 }
 
 // An accelerator's first frames have guessed lengths, so the room that they were short of at first

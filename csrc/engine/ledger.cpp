@@ -90,15 +90,18 @@ void Ledger::keep(std::string_view reason, int64_t nbytes) {
 void Ledger::tell_once(std::string_view reason, const std::string& message) {
   if (warn && told_.emplace(reason).second) {
     untold_.push_back(message);
+    has_untold_ = true;
   }
 }
 
-void Ledger::warn_untold() {
-  while (!untold_.empty()) {
-    const std::string message = std::move(untold_.front());
+std::optional<std::string> Ledger::take_untold() {
+  std::optional<std::string> oldest;
+  if (!untold_.empty()) {
+    oldest = std::move(untold_.front());
     untold_.pop_front();
-    warn(message);
   }
+  has_untold_ = !untold_.empty();
+  return oldest;
 }
 
 void Ledger::reset() {

@@ -3,16 +3,20 @@
 
 #include <c10/core/TensorImpl.h>
 
+#include <algorithm>
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <deque>
 #include <functional>
 #include <map>
 #include <memory>
+#include <optional>
 #include <set>
 #include <string>
 #include <string_view>
 #include <unordered_map>
+#include <utility>
 
 #include "counters.h"
 #include "storage/saved_view.h"
@@ -31,6 +35,12 @@ class Known {
   virtual bool is_entry() const { return false; }
 };
 using KnownPtr = std::shared_ptr<Known>;
+
+// [Note: Warnings come last]
+// To warn is to run the user's code: filters, which may make an exception of the warning, and
+// handlers, which may ask memswap something. So a message waits until what the calling thread is
+// doing is done and no lock is held (Engine::tell): a save or a demand of autograd's, a batch's
+// call, what asks for statistics or a plan. An exception loses nothing then.
 
 // The engine's lock serialises the calls.
 class Ledger {
@@ -67,24 +77,34 @@ class Ledger {
   void keep(std::string_view reason, int64_t nbytes);
   const KeptByReason& kept() const { return kept_; }
 
-  // Something costs memory but not correctness: the user is warned, once for each reason.
-  // [Note: Warnings come last] Who warns runs the user's filters, which may make an exception of
-  // it. So a message waits until `tell`, which each call that the user or autograd makes ends with:
-  // what the call does is done by then, and the exception loses nothing.
+  // Something costs memory but not correctness: the user is to be warned, once for each reason
+  // ([Note: Warnings come last]).
   void tell_once(std::string_view reason, const std::string& message);
-  void tell() {
-    if (!untold_.empty()) {
-      warn_untold();
-    }
+  // Whether there are messages that wait. Needs no lock.
+  bool has_untold() const { return has_untold_.load(std::memory_order_relaxed); }
+  // The oldest of them, which waits no more.
+  std::optional<std::string> take_untold();
+
+  // A device had no memory for what was to come back ahead of its demand, or had it. To ask in vain
+  // is dear: torch's allocator gives all that it has cached back to the driver. So after the first
+  // time the next look ahead asks again, and after each further one twice as many, up to
+  // `kMostLooks`, pass without asking.
+  void note_full() {
+    looks_ = std::exchange(next_looks_, std::min(2 * next_looks_ + 1, kMostLooks));
   }
+  void note_room() { looks_ = next_looks_ = 0; }
+  // Whether a look ahead passes without asking.
+  bool passes_look() { return looks_ > 0 && looks_-- > 0; }
 
   // Counts anew. What is resident and away stays known.
   void reset();
 
   Counters counters;
-  std::function<void(const std::string&)> warn;  // what `tell` does; empty: nobody is told
+  std::function<void(const std::string&)> warn;  // empty: nobody is to be told
 
  private:
+  static constexpr int kMostLooks = 7;
+
   struct Row {
     std::weak_ptr<Known> known;
     const Known* address;
@@ -95,12 +115,12 @@ class Ledger {
     bool stays;
   };
 
-  void warn_untold();
-
   std::unordered_map<const void*, Row> known_;  // by the address of the storage
   KeptByReason kept_;
   std::set<std::string, std::less<>> told_;  // reasons, of messages that may wait yet
   std::deque<std::string> untold_;           // messages
+  std::atomic<bool> has_untold_{false};
+  int looks_ = 0, next_looks_ = 0;
 };
 
 // A storage that stays for good: known, and counted once, however often it is saved.

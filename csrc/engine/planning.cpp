@@ -42,7 +42,7 @@ void Planning::make_room(Iteration& of, size_t index) {
   }
 }
 
-void Planning::saved(const EntryPtr& entry) {
+void Planning::after_save(const EntryPtr& entry) {
   const IterationPtr of = entry->iteration();
   const std::shared_ptr<const Plan> plan = of->course.plan();  // alive while others run
   if (const Plan::Place* const place = of->course.place(entry->index())) {
@@ -85,11 +85,9 @@ std::optional<Streak::Seen> Planning::end_streak() {
   return seen;
 }
 
-void Planning::demanding(const EntryPtr& entry) {
+void Planning::before_demand(const EntryPtr& entry) {
   const IterationPtr& of = entry->iteration();
-  if (backward_ != of) {
-    backward_ = of;
-  }
+  backward_ = of;
   recomputed_.sweep();
   if (!of->began_backward()) {
     of->course.begin_backward(of->size(), engine_.ledger.counters.away_bytes);
@@ -102,7 +100,7 @@ void Planning::demanding(const EntryPtr& entry) {
   }
 }
 
-void Planning::demanded(const EntryPtr& entry) {
+void Planning::after_demand(const EntryPtr& entry) {
   Iteration& of = *entry->iteration();
   bool departs = false, recorded = false;
   {

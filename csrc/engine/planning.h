@@ -1,5 +1,6 @@
-// Planning: an engine's side of it. What follows a plan is made room for, counted and taken down
-// here; the plans themselves are made by whoever directs the engine, under a budget.
+// Planning: an engine's side of it. Here room is made for what a plan has next, what is resident is
+// counted, and a recorder hears how it goes; the plans are made by whoever directs the engine,
+// under a budget.
 #pragma once
 
 #include <cstddef>
@@ -14,7 +15,7 @@
 
 namespace memswap {
 
-// Owned by its engine, whose lock serialises the calls, but for `demanded`, which takes it.
+// Owned by its engine, whose lock serialises the calls, but for `after_demand`, which takes it.
 class Planning {
  public:
   explicit Planning(Engine& engine);
@@ -43,11 +44,11 @@ class Planning {
 
   // An entry was saved: the plan's storages that have to be gone by now are waited for, and the
   // iteration's recorder hears of it.
-  void saved(const EntryPtr& entry);
+  void after_save(const EntryPtr& entry);
   // Backward asks for a storage of an iteration, and has not waited for it yet.
-  void demanding(const EntryPtr& entry);
+  void before_demand(const EntryPtr& entry);
   // Backward has the storage, in stream order.
-  void demanded(const EntryPtr& entry);
+  void after_demand(const EntryPtr& entry);
   // Orders the caller behind the send of an iteration's storage, if it is leaving or waits to, and
   // behind its frame's way to a pool: for a caller who needs the room.
   void make_room(Iteration& of, size_t index);

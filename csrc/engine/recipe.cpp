@@ -194,6 +194,17 @@ std::string words_of(const Step& step) {
   return words + ")";
 }
 
+std::vector<ComputeModes> modes_of(const Step& step) {
+  std::vector<ComputeModes> modes{step.call->modes()};
+  for (const Step::Input& input : step.inputs) {
+    if (input.step) {
+      const std::vector<ComputeModes> inner = modes_of(*input.step);
+      modes.insert(modes.end(), inner.begin(), inner.end());
+    }
+  }
+  return modes;
+}
+
 std::vector<at::Tensor> run_again(const Step& step, bool in_passing, Lap* lap,
                                   const MadeBytes& made_bytes) {
   Given given;

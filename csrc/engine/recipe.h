@@ -74,6 +74,8 @@ void each_source(AnyStep& step, const Visit& visit) {
 // What a recipe does, in words: "silu(saved)", "mul(cast(parameter), saved)". Equal words at one
 // place of a program mean equal recipes.
 std::string words_of(const Step& step);
+// The settings of torch under which its calls ran, in the order of `words_of`.
+std::vector<ComputeModes> modes_of(const Step& step);
 
 // [Note: Run again]
 // A call is made again as it was made: below autograd and autocast, whose work its arguments are;

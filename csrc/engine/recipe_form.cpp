@@ -106,10 +106,12 @@ StorageRefPtr RecipeForm::result_of(const std::vector<at::Tensor>& results) cons
 
 Returning RecipeForm::run(bool in_passing) {
   ++*runs_;
-  const auto over = c10::make_scope_exit([this] { made_(0); });
+  auto over = c10::make_scope_exit([this] { made_(0); });
   const std::vector<at::Tensor> results = run_again(*step_, in_passing, nullptr, made_);
   Returning back{result_of(results), nullptr};
   back.arrival = end_of_run(back.storage->storage);
+  over.release();
+  made_(0);  // from here on whoever has it counts it
   if (siblings_) {
     for (const auto& one : *siblings_) {
       const auto sibling = one.lock();
@@ -138,8 +140,15 @@ void RecipeForm::serve(const std::vector<at::Tensor>& results) noexcept {
 }
 
 Returning RecipeForm::bring(bool in_passing) {
+  if (ready_.storage && in_passing) {
+    return ready_;
+  }
   if (ready_.storage) {
-    return std::exchange(ready_, {});
+    Returning ready = std::exchange(ready_, {});
+    if (changed_) {
+      changed_();
+    }
+    return ready;
   }
   if (!settled_.storage) {
     return run(in_passing);

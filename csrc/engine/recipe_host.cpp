@@ -232,6 +232,7 @@ void EngineRecipeHost::serialise(const std::function<void()>& work) {
 }
 
 void EngineRecipeHost::made(int64_t nbytes) {
+  const WithGil gil;  // which serialises the ends of entries, and they count as well
   if (const EnginePtr alive = engine_.lock()) {
     alive->planning.count_made(nbytes);
   }

@@ -276,9 +276,11 @@ std::optional<Recipes::Learnt> Recipes::known_of(const RecipePlace& place, const
   std::string words = words_of(step);
   const std::lock_guard lock(mutex_);
   if (places_.size() >= options_.most_places && !places_.contains(place)) {
-    // What has differed once is never forgotten.
-    std::erase_if(places_, [](const auto& row) { return !row.second.failed; });
-    if (places_.size() >= options_.most_places) {
+    if (!full_of_failures_) {  // what has differed once is never forgotten
+      std::erase_if(places_, [](const auto& row) { return !row.second.failed; });
+      full_of_failures_ = places_.size() >= options_.most_places;
+    }
+    if (full_of_failures_) {
       return std::nullopt;
     }
   }
@@ -292,9 +294,10 @@ std::optional<Recipes::Learnt> Recipes::known_of(const RecipePlace& place, const
   if (learnt.failed || (learnt.saved_later && extra_nbytes(step) > 0)) {
     return std::nullopt;
   }
-  if (learnt.words != words || learnt.modes != step.call->modes()) {
+  std::vector<ComputeModes> modes = modes_of(step);
+  if (learnt.words != words || learnt.modes != modes) {
     learnt = {.words = std::move(words),
-              .modes = step.call->modes(),
+              .modes = std::move(modes),
               .waited_nbytes = learnt.waited_nbytes,
               .several = learnt.several,
               .shape = planned ? shape_of(step) : nullptr,

@@ -170,7 +170,7 @@ class Recipes : public std::enable_shared_from_this<Recipes> {
   // What became of a place, for reports.
   struct Learnt {
     std::string words;
-    ComputeModes modes;  // under which it was proven
+    std::vector<ComputeModes> modes;  // under which it was proven, of each of its calls
     int proofs = 0;
     bool failed = false;
     int64_t waited_nbytes = 0;  // of the device, taken by the other form; 0: not known, or none
@@ -233,6 +233,7 @@ class Recipes : public std::enable_shared_from_this<Recipes> {
   std::unordered_map<OperatorCallPtr, Siblings> siblings_;
   mutable std::mutex mutex_;  // of what trials tell
   std::unordered_map<RecipePlace, Learnt, RecipePlaceHash> places_;
+  bool full_of_failures_ = false;
   std::unordered_map<RecipePlace, int64_t, RecipePlaceHash>
       offered_;  // in this iteration, how often
   struct Claim {

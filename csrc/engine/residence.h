@@ -12,7 +12,7 @@ enum class State : uint8_t { kResident, kLeaving, kAway, kReturning };
 // Whether a storage may go from one state to another.
 constexpr bool legal(State from, State to) {
   switch (from) {
-    case State::kResident:  // sent; or seen by every save: its send may be under way yet, or not
+    case State::kResident:  // sent; or read by every save, with its send under way, or not
       return to == State::kLeaving || to == State::kAway;
     case State::kLeaving:  // gone; or demanded while somebody still held it
       return to == State::kAway || to == State::kResident;

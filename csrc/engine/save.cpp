@@ -246,7 +246,7 @@ SaveResult Engine::admit(const Offer& offer, const TransfersPtr& by, Decision de
   }
   storage.reset();  // its ticket's share is the last one
   if (planning.directed()) {
-    planning.saved(entry);
+    planning.after_save(entry);
   } else if (schedule != Schedule::kBatches && !by->works_ahead()) {
     note_save(*entry, why == reasons::kHeldAtPeak);
   }

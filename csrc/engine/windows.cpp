@@ -35,7 +35,6 @@ void Windows::open(double seconds) {
     iteration->open_window(seconds * queue.decode_rate);
   }
   queue.open(seconds);
-  engine_.ledger.tell();
 }
 
 void Windows::enter(double seconds) {
@@ -54,7 +53,6 @@ void Windows::leave() {
 void Windows::end_forward() {
   durations.begin_go();
   queue.end_forward();
-  engine_.ledger.tell();
 }
 
 void Windows::begin_iteration() {
@@ -88,7 +86,7 @@ void Windows::look_ahead(const IterationPtr& iteration, size_t index) {
       copied.push_back(one);
       return true;
     });
-    engine_.bring_ahead(*iteration, copied);
+    iteration->bring_ahead(copied, [this](const EntryPtr& one) { return fetch(one); });
   }
   durations.begin_go();
   if (first) {

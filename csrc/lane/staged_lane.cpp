@@ -61,31 +61,58 @@ class StagedFetch final : public StreamTicket {
   void wait() override { launched()->wait(); }
   void synchronize() override { launched()->synchronize(); }
   void order_before(c10::Stream stream) override { order_after({launched()}, stream); }
-  bool failed() override { return read_->failed(); }
+  bool failed() override { return read_->failed() || given_up(); }
   bool done() override {
     if (!read_->done()) {
       return false;
     }
-    return read_->failed() || launched()->done();
+    return failed() || launched()->done();
   }
 
-  // The second leg, once the first has ended; what a failed read says is thrown.
-  TicketPtr launched() {
+  // What was not launched yet is not launched any more.
+  void abandon() noexcept override {
+    BlockPtr staging;  // destroyed outside the lock
+    StorageRefPtr storage;
+    const std::lock_guard lock(mutex_);
+    if (copy_) {
+      copy_->abandon();
+    } else {
+      given_up_ = true;
+      staging.swap(staging_);
+      storage.swap(storage_);
+    }
+  }
+
+  // Begins the second leg, once the first has ended; what a failed read says is thrown.
+  void launch() {
     const WithoutGil without_gil;
     read_->synchronize();
     const std::lock_guard lock(mutex_);
-    if (!copy_) {
+    if (!copy_ && !given_up_) {
       const c10::StreamGuard guard(compute_);  // edge e
       copy_ = copies_->fetch_into(staging_, storage_, offset_, std::move(after_));
       staging_.reset();
       storage_.reset();
     }
-    return copy_;
   }
 
   bool read_well() const { return read_->done() && !read_->failed(); }
 
  private:
+  TicketPtr launched() {
+    launch();
+    const std::lock_guard lock(mutex_);
+    if (!copy_) {
+      throw TransferError("nobody was to wait for this any more");
+    }
+    return copy_;
+  }
+
+  bool given_up() {
+    const std::lock_guard lock(mutex_);
+    return given_up_;
+  }
+
   const std::shared_ptr<StreamLane> copies_;
   const TicketPtr read_;
   std::mutex mutex_;  // guards what follows
@@ -95,6 +122,7 @@ class StagedFetch final : public StreamTicket {
   Tickets after_;
   const c10::Stream compute_;
   TicketPtr copy_;
+  bool given_up_ = false;
 };
 
 StagedLane::StagedLane(std::shared_ptr<StreamLane> copies, std::shared_ptr<WorkerLane> files,
@@ -249,7 +277,7 @@ void StagedLane::advance() {
     }
   }
   for (const auto& fetch : ready) {
-    (void)fetch->launched();
+    fetch->launch();
   }
   if (failed) {
     try {

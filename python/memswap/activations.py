@@ -197,6 +197,7 @@ class Manager(Managed):
         """
         if self._director is not None:
             self._director.wait()
+            self._engine.tell()
         return self.plan
 
     @property
@@ -242,6 +243,7 @@ class Manager(Managed):
         if self._director is not None:
             self._director.end()
         super().remove()
+        self._engine.tell()
 
     def window(self, seconds: float | None = None, *, name: str = "") -> Window:
         """A window of this manager's, wherever it is entered; see :func:`memswap.window`."""

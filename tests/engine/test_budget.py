@@ -397,7 +397,7 @@ def test_a_later_plan_that_cannot_meet_the_budget_warns_and_trains_on(device, ne
             learner._budget = 1
             learner.make_room(kind)
             learner.collect()
-            manager._engine.ledger.tell()  # as the next save does
+            manager._engine.tell()  # as the next save does
         assert any("beyond the budget" in str(one.message) for one in caught)
         assert kind.plan.moved_bytes > 0
 

@@ -147,6 +147,34 @@ def test_leaving_again_after_a_load_copies_nothing(device, new_pool):
 
 
 @SWAP
+@pytest.mark.accelerator
+@pytest.mark.parametrize("in_a_file", [False, True])
+@pytest.mark.parametrize("numbers", [300, 1 << 19])  # in a bucket, and alone
+def test_what_leaves_while_it_returns_gives_its_memory_back(
+    device, new_pool, tmp_path, in_a_file, numbers
+):
+    pool = memswap.DiskPool(tmp_path, budget="64MiB") if in_a_file else new_pool()
+    group = memswap.Group("sines", EVERYTHING, pool=pool)
+    x = random(device, numbers).requires_grad_()
+    sines(x).backward()
+    expected, x.grad = x.grad, None
+    with group as batch:
+        loss = sines(x)
+    make_calls(batch, "ow")
+    settle(group, device)  # what is in a file is nowhere else
+    allocated = torch.get_device_module(device).memory_allocated
+    before = allocated()
+    for calls in ("lo", "low", "lWow"):
+        make_calls(batch, calls)
+        assert allocated() == before, f"after {calls}"
+        assert group.stats().resident_bytes == 0
+    loss.backward()
+    assert_same_gradients([x.grad], [expected])
+    del loss
+    assert_released(group, pool, device)
+
+
+@SWAP
 def test_a_load_that_overtakes_the_offload_brings_nothing_back(device, new_pool):
     group = memswap.Group("sines", EVERYTHING, pool=new_pool())
     x = random(device, 2 << 18).requires_grad_()  # too large for a bucket, so it leaves as it is

@@ -115,12 +115,24 @@ def no_room_for_prefetch(times: int) -> Iterator[list[int]]:
 @pytest.mark.parametrize("times", [1, 5, 10_000])
 def test_no_room_during_prefetch_is_survived(times: int) -> None:
     expected = one_stream(plain)
-    with no_room_for_prefetch(times) as failed:
+
+    def managed() -> memswap.saved_tensors:
         saved = memswap.saved_tensors(EVERYTHING, pool=new_pool(), prefetch_bytes="16KiB")
-        found = one_stream(lambda: saved)
+        assert_same_gradients(one_stream(lambda: saved), expected)
+        return saved
+
+    with_room = managed().stats().stalls
+    with no_room_for_prefetch(times) as failed:
+        saved = managed()
     assert sum(failed), "no prefetch was tried"
-    assert_same_gradients(found, expected)
-    assert saved.stats().stalls >= min(times, 5), "what could not be prefetched was not demanded"
+    stalls = saved.stats().stalls
+    if times > 1000:  # there never was room
+        assert stalls >= 5, "what could not be prefetched was not demanded"
+    else:
+        # What was short of room is tried again. After the second failure in a row some demands pass
+        # without a try, up to 7 of them; the first storage that backward demands stalls anyway.
+        most = with_room + times + 1 + sum([0, 1, 3, 7, 7][:times])
+        assert stalls <= most, f"{stalls} stalls, {with_room} of them with room"
     torch.accelerator.synchronize()
     assert_nothing_left(saved.stats())
 

@@ -287,7 +287,7 @@ def test_what_native_code_reads_cannot_be_deleted():
     _, entry = saved(engine)
     scope = HookScope(engine, "")
     for owner, name in (
-        *((engine, name) for name in ("iteration", "directed", "recipes")),
+        *((engine, name) for name in ("iteration", "planning", "recipes")),
         *((entry, name) for name in ("storage", "away", "departure", "arrival")),
         *((scope, name) for name in ("unit", "action", "group", "outer", "waiting", "batch")),
     ):

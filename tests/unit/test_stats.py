@@ -55,12 +55,15 @@ def test_every_counter_of_the_ledger_is_in_the_snapshot():
 
 
 def test_each_reason_is_told_once_even_after_a_reset():
-    ledger = native.Engine(0).ledger
+    engine = native.Engine(0)
+    ledger = engine.ledger
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         for _ in range(3):
             ledger.tell_once("pool", "no room")
             ledger.tell_once("pin", "no pinned memory")
+            assert not told or len(told) == 2, "somebody was told before all was done"
+            engine.tell()
             ledger.reset()
     assert [str(w.message) for w in told] == ["memswap: no room", "memswap: no pinned memory"]
 

@@ -174,19 +174,20 @@ class Engine(native.Engine):
         with self.lock:
             self.departing.notice_gone()
             self.learn()
-            self.ledger.tell()
-            return snapshot(self.ledger, self.recipes)
+            found = snapshot(self.ledger, self.recipes)
+        self.tell()
+        return found
 
     def reset_stats(self) -> None:
         with self.lock:
             self.departing.notice_gone()
             self.learn()
-            self.ledger.tell()
             self.ledger.reset()
             if self.recipes is not None:
                 self.recipes.reset_runs()
             if self.windows is not None:
                 self.windows.queue.reset_counts()
+        self.tell()
 
     def settle(self) -> None:
         """Order everything after the transfers under way, and drop the storages they hold.

@@ -51,11 +51,15 @@ class Engines : public ::testing::Test {
   }
 
   Handle save(const at::Tensor& tensor) {
+    Handle handle = save_locked(tensor);
+    engine->tell();
+    return handle;
+  }
+  Handle save_locked(const at::Tensor& tensor) {
     const Locked locked(engine->lock);
     SavedView view = *SavedView::capture(tensor);
     SaveResult saved =
         engine->save({.tensor = tensor, .view = view, .scope = scope, .number = ++scope.packs});
-    engine->ledger.tell();
     if (saved.moves) {
       static_cast<Entry&>(*saved.known).add_handle();
       return {saved, view, {}};

@@ -133,7 +133,7 @@ TEST_F(Entries, ASendThatFailedGivesTheStorageBack) {
   EXPECT_EQ(ledger.counters.away_bytes, 0);
   EXPECT_EQ(ledger.kept().at("pool").nbytes, kStorageBytes);
   EXPECT_TRUE(told.empty()) << "the user is warned when all is done";
-  ledger.tell();
+  engine->tell();
   ASSERT_EQ(told.size(), 1u);
   EXPECT_NE(told[0].find("a storage stays where it is"), std::string::npos) << told[0];
 }

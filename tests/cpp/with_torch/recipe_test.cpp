@@ -122,7 +122,10 @@ TEST_F(WithRecipes, OneRunServesAllResultsOfAnOperator) {
   EXPECT_TRUE(comes_back(*second.leaving->away, rstd));
   EXPECT_EQ(changes, 1) << "whoever counts what the form takes has to hear of it";
   EXPECT_EQ(first.leaving->away->device_nbytes(), normed.storage().nbytes());
+  EXPECT_TRUE(same_bytes(first.leaving->away->look().storage->storage, normed.storage()));
+  EXPECT_EQ(first.leaving->away->device_nbytes(), normed.storage().nbytes()) << "a look took it";
   EXPECT_TRUE(comes_back(*first.leaving->away, normed));
+  EXPECT_EQ(changes, 2);
   EXPECT_EQ(first.leaving->away->device_nbytes(), 0u);
   EXPECT_EQ(recipes->runs(), 1);
 }

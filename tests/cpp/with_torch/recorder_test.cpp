@@ -95,7 +95,7 @@ class Records : public ::testing::Test {
     engine->depart(*entry, sender->send(storage).value());
     storage.reset();  // its ticket's share is the last one
     entry->add_handle();
-    engine->planning.saved(entry);
+    engine->planning.after_save(entry);
     return entry;
   }
 
