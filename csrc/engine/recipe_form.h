@@ -27,6 +27,13 @@ using Serialised = std::function<void(const std::function<void()>&)>;
 // before an optimizer's step. Other edits outside of hook scopes are nobody's to see: the source
 // says at the demand that it was edited, in autograd's words.
 
+// Where the bytes are:
+//
+//   ready_  settled_  what a demand does
+//   -       -         runs the recipe
+//   held    -         takes what a sibling's run has made too
+//   -       held      gets a copy of what was made before a source was edited
+//
 class RecipeForm final : public AwayForm,
                          public EditListener,
                          public std::enable_shared_from_this<RecipeForm> {
