@@ -60,9 +60,7 @@ PyObject* unpack(PyObject* object, PyObject*) {
       py::handle(self->batch).cast<Batch&>().notice_demand(self->saved.entry());
     }
     const at::Tensor tensor = self->saved.unpack();
-    if (const EntryPtr entry = self->saved.entry()) {
-      entry->engine()->tell();
-    }
+    self->saved.tell();
     return THPVariable_Wrap(tensor);
   });
 }
@@ -232,12 +230,12 @@ bool may_be_filled_yet(PyObject* tensor, const SavedView& view) {
 py::object save(Scope& scope, PyObject* tensor, SavedView&& view) {
   SaveResult saved = scope.engine->save(
       {THPVariable_Unpack(tensor), view, scope, scope.packs, scope.batch_or_null()});
-  EntryPtr entry = saved.moves ? as_entry(saved.known) : nullptr;
-  py::object handle =
-      entry ? new_handle(scope.owner.ptr(), scope.batch.ptr(),
-                         [&] { return SavedTensor::moved(std::move(entry), std::move(view)); })
-            : kept_handle(tensor, std::move(saved.known), scope.owner.ptr());
-  return handle;
+  if (!saved.moves) {
+    return kept_handle(tensor, std::move(saved.known), scope.owner.ptr());
+  }
+  EntryPtr entry = as_entry(std::move(saved.known));
+  return new_handle(scope.owner.ptr(), scope.batch.ptr(),
+                    [&] { return SavedTensor::moved(std::move(entry), std::move(view)); });
 }
 
 py::object pack_plain(py::handle self, Scope& scope, py::handle object, SavedView&& view) {
@@ -260,8 +258,7 @@ py::object pack_plain(py::handle self, Scope& scope, py::handle object, SavedVie
   return save(scope, object.ptr(), std::move(view));
 }
 
-// The pack hook. Never raises for want of memory or support, unless the user makes errors of
-// warnings; the tensor stays then.
+// The pack hook. For want of memory or support it only warns, and the tensor stays.
 PyObject* pack(PyObject* object, PyObject* tensor) {
   return guarded([&] {
     if (!THPVariable_Check(tensor)) {

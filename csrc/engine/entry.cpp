@@ -370,6 +370,12 @@ SavedTensor SavedTensor::kept(at::Tensor tensor, uint32_t version, KnownPtr know
 
 EntryPtr SavedTensor::entry() const { return as_entry(known_); }
 
+void SavedTensor::tell() const {
+  if (const EntryPtr of = entry()) {
+    of->engine()->tell();
+  }
+}
+
 at::Tensor SavedTensor::unpack() const {
   const EntryPtr of = entry();
   if (stays()) {

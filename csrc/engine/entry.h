@@ -244,6 +244,9 @@ class SavedTensor {
   // EditedInPlace and LostBytes.
   at::Tensor unpack() const;
 
+  // Warns of what its engine has to tell by now, if it has one.
+  void tell() const;
+
   bool stays() const { return tensor_.defined(); }
   const at::Tensor& tensor() const { return tensor_; }            // undefined: its storage leaves
   const std::optional<SavedView>& view() const { return view_; }  // of a storage that leaves

@@ -55,8 +55,8 @@ __aicore__ inline FrameHeader read_header(TPipe* pipe, const DecodeJob& job,
 
 constexpr uint32_t kReportBytes = kUnifiedBlockBytes;
 
-// Puts a core's error bits into the job's status. Memory can add and maximize, but not OR: of
-// several cores', the greatest stay, which is nobody's if and only if nothing is wrong.
+// Puts a core's error bits into the job's status. Memory can add and maximize, but not OR: of all
+// cores' bits the largest number stays, which is 0 exactly where no core has found an error.
 __aicore__ inline void report(TPipe* pipe, const DecodeJob& job, uint32_t errors) {
   if (errors == 0) {
     return;

@@ -40,7 +40,8 @@ SLOW = pytest.mark.slow
 ARCHITECTURES = ["sm_90", pytest.param("sm_80", marks=SLOW), pytest.param("sm_100", marks=SLOW)]
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@SLOW
+@pytest.mark.parametrize("architecture", ["sm_80", "sm_90", "sm_100"])
 def test_compiled_kernels_write_the_cpus_frames_and_decode_them(
     instructions: ModuleType, architecture: str
 ) -> None:

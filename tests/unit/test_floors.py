@@ -33,6 +33,9 @@ FLOORS = (
 )
 FLOOR = {name: floor for floor, names in enumerate(FLOORS) for name in names}
 
+#: Lines that csrc/bind has at most: it converts, and what does more belongs in csrc/engine.
+BINDING_LINES = 1500
+
 #: Folders of csrc, from the ground.
 NATIVE_FLOORS = ("work", "storage", "pool", "lane", "codec", "engine", "bind")
 
@@ -146,3 +149,8 @@ def test_who_knows_neither_torch_nor_python(folder: str, forbidden: str) -> None
         f"{path}: {found}" for path in files for found in pattern.findall(path.read_text("utf-8"))
     ]
     assert not wrong, "\n".join(wrong)
+
+
+def test_the_bindings_stay_a_table_of_contents():
+    lines = {one.name: len(one.read_text().splitlines()) for one in (ROOT / "csrc/bind").iterdir()}
+    assert sum(lines.values()) < BINDING_LINES, lines
