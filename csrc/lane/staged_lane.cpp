@@ -3,6 +3,7 @@
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/StreamGuard.h>
 
+#include <atomic>
 #include <optional>
 #include <stdexcept>
 #include <string>
@@ -61,7 +62,7 @@ class StagedFetch final : public StreamTicket {
   void wait() override { launched()->wait(); }
   void synchronize() override { launched()->synchronize(); }
   void order_before(c10::Stream stream) override { order_after({launched()}, stream); }
-  bool failed() override { return read_->failed() || given_up(); }
+  bool failed() override { return read_->failed() || given_up_; }
   bool done() override {
     if (!read_->done()) {
       return false;
@@ -71,6 +72,7 @@ class StagedFetch final : public StreamTicket {
 
   // What was not launched yet is not launched any more.
   void abandon() noexcept override {
+    const WithoutGil without_gil;
     BlockPtr staging;  // destroyed outside the lock
     StorageRefPtr storage;
     const std::lock_guard lock(mutex_);
@@ -108,11 +110,6 @@ class StagedFetch final : public StreamTicket {
     return copy_;
   }
 
-  bool given_up() {
-    const std::lock_guard lock(mutex_);
-    return given_up_;
-  }
-
   const std::shared_ptr<StreamLane> copies_;
   const TicketPtr read_;
   std::mutex mutex_;  // guards what follows
@@ -122,7 +119,7 @@ class StagedFetch final : public StreamTicket {
   Tickets after_;
   const c10::Stream compute_;
   TicketPtr copy_;
-  bool given_up_ = false;
+  std::atomic<bool> given_up_{false};
 };
 
 StagedLane::StagedLane(std::shared_ptr<StreamLane> copies, std::shared_ptr<WorkerLane> files,

@@ -166,7 +166,7 @@ def test_what_leaves_while_it_returns_gives_its_memory_back(
     before = allocated()
     for calls in ("lo", "low", "lWow"):
         make_calls(batch, calls)
-        assert allocated() == before, f"after {calls}"
+        assert allocated() <= before, f"after {calls}"  # a worker may have let go of more since
         assert group.stats().resident_bytes == 0
     loss.backward()
     assert_same_gradients([x.grad], [expected])
