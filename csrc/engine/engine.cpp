@@ -81,7 +81,6 @@ StorageRefPtr Engine::demand(const EntryPtr& entry) {
   TicketPtr arrival;
   {
     const Locked locked(lock);
-    departing.notice_some();
     learn();
     is_directed = planning.directed() && entry->iteration();
     if (is_directed) {
