@@ -221,8 +221,8 @@ void Batch::fetch_all(int64_t readings) {
   if (phase_ == Phase::kCollected) {
     refuse("launch_load", "nothing was offloaded", "launch_offload() first");
   }
-  const bool launched = phase_ == Phase::kLoading || phase_ == Phase::kLoaded;
-  if (launched && !read_by_ && !lacks_memory_) {
+  const bool loads = phase_ == Phase::kLoading || phase_ == Phase::kLoaded;
+  if (loads && !read_by_ && !lacks_memory_) {
     return;
   }
   phase_ = Phase::kLoading;

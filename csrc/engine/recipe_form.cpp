@@ -106,12 +106,13 @@ StorageRefPtr RecipeForm::result_of(const std::vector<at::Tensor>& results) cons
 
 Returning RecipeForm::run(bool in_passing) {
   ++*runs_;
-  auto over = c10::make_scope_exit([this] { made_(0); });
-  const std::vector<at::Tensor> results = run_again(*step_, in_passing, nullptr, made_);
+  const std::vector<at::Tensor> results = [&] {
+    // After the run, whoever has what it made counts it.
+    const auto over = c10::make_scope_exit([this] { made_(0); });
+    return run_again(*step_, in_passing, nullptr, made_);
+  }();
   Returning back{result_of(results), nullptr};
   back.arrival = end_of_run(back.storage->storage);
-  over.release();
-  made_(0);  // from here on whoever has it counts it
   if (siblings_) {
     for (const auto& one : *siblings_) {
       const auto sibling = one.lock();
@@ -134,6 +135,10 @@ void RecipeForm::serve(const std::vector<at::Tensor>& results) noexcept {
   } catch (const std::exception&) {
     ready_ = {};  // its own demand will say what is wrong
   }
+  note_change();
+}
+
+void RecipeForm::note_change() const {
   if (changed_) {
     changed_();
   }
@@ -145,9 +150,7 @@ Returning RecipeForm::bring(bool in_passing) {
   }
   if (ready_.storage) {
     Returning ready = std::exchange(ready_, {});
-    if (changed_) {
-      changed_();
-    }
+    note_change();
     return ready;
   }
   if (!settled_.storage) {
@@ -165,9 +168,7 @@ void RecipeForm::before_edit() noexcept {
     serialised_([this] {
       if (!settled_.storage) {
         settled_ = ready_.storage ? std::exchange(ready_, {}) : run(true);
-        if (changed_) {
-          changed_();
-        }
+        note_change();
       }
     });
   } catch (const std::exception&) {

@@ -68,6 +68,7 @@ class RecipeForm final : public AwayForm,
   Returning bring(bool in_passing);
   Returning run(bool in_passing);
   void serve(const std::vector<at::Tensor>& results) noexcept;
+  void note_change() const;
   StorageRefPtr result_of(const std::vector<at::Tensor>& results) const;
 
   const StepPtr step_;

@@ -60,12 +60,8 @@ void WindowQueue::want(const std::vector<EntryPtr>& entries, int64_t prefetch_by
     wanted_.push_back({entry, entry->nbytes(), now_});
     wanted_bytes_ += entry->nbytes();
   }
-  while (!wanted_.empty() && wanted_bytes_ * kWantedPart > prefetch_bytes) {
-    const Ahead came = fetch_next();
-    if (came == Ahead::kNoMemory) {
-      return;
-    }
-    counts.decoded_ahead += came == Ahead::kFetches ? 1 : 0;
+  while (!wanted_.empty() && wanted_bytes_ * kWantedPart > prefetch_bytes &&
+         fetch_next(counts.decoded_ahead)) {
   }
 }
 
@@ -99,14 +95,10 @@ void WindowQueue::open(double seconds) {
   counts.window_s += seconds;
   while (!wanted_.empty()) {
     const Wanted& next = wanted_.front();
-    if (!fits(static_cast<double>(next.nbytes) / decode_rate, next.since, end_)) {
+    if (!fits(static_cast<double>(next.nbytes) / decode_rate, next.since, end_) ||
+        !fetch_next(counts.decoded_in_windows)) {
       break;
     }
-    const Ahead came = fetch_next();
-    if (came == Ahead::kNoMemory) {
-      break;
-    }
-    counts.decoded_in_windows += came == Ahead::kFetches ? 1 : 0;
   }
   counts.encoded_in_windows += run({.end = end_, .looks = kMostLooks});
 }
@@ -211,8 +203,9 @@ void WindowQueue::keep(const PendingEncode& pending) {
   counts.kept_bytes += pending.nbytes;
 }
 
-// Brings back the entry that is wanted first, which goes on being wanted where there is no memory.
-Ahead WindowQueue::fetch_next() {
+// Brings back the entry that is wanted first, and counts it. False: there is no memory for it, and
+// it goes on being wanted.
+bool WindowQueue::fetch_next(int64_t& fetched) {
   const Wanted next = wanted_.front();
   const EntryPtr entry = next.entry.lock();
   // Nobody may wait for it any more, and it may even be away again.
@@ -220,14 +213,15 @@ Ahead WindowQueue::fetch_next() {
       entry && !(entry->iteration() && entry->iteration()->order().was_demanded(entry->index()));
   const Ahead came = is_wanted ? work_.fetch(entry) : Ahead::kNothing;
   if (came == Ahead::kNoMemory) {
-    return came;
+    return false;
   }
   wanted_.pop_front();
   wanted_bytes_ -= next.nbytes;
   if (came == Ahead::kFetches) {
     busy_until_ = std::max(now_, busy_until_) + static_cast<double>(next.nbytes) / decode_rate;
+    ++fetched;
   }
-  return came;
+  return true;
 }
 
 // Orders this stream after encodes that should have ended by then.

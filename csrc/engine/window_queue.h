@@ -104,7 +104,7 @@ class WindowQueue {
   void clear();
   // Encodes that wait, in the order in which they should start.
   std::vector<EntryPtr> pending() const;
-  // Starts those of these that wait, in no window, and no others.
+  // Starts the encodes of these entries that still wait, outside of a window, and no others.
   void start_now(const std::vector<EntryPtr>& entries);
 
   // --- windows ---
@@ -160,7 +160,7 @@ class WindowQueue {
   bool too_late(const PendingEncode& pending);
   void forget();
   void keep(const PendingEncode& pending);
-  Ahead fetch_next();
+  bool fetch_next(int64_t& fetched);
   void join(double until);
 
   Work& work_;

@@ -40,6 +40,21 @@ class Batches : public ::testing::Test {
         .engine;
   }
 
+  // From here on storages leave by this lane, and by an engine of their own.
+  void leave_by(std::shared_ptr<Lane> lane) {
+    sender = std::make_shared<BlockSender>(std::move(lane), pool);
+    engine = engine_by(sender);
+  }
+
+  // The same by a lane whose sends are on their way until what is returned says that they failed.
+  std::shared_ptr<bool> leave_by_sends_that_may_fail() {
+    const auto lane =
+        std::make_shared<testing::FailingLane>(std::make_shared<WorkerLane>(2, 1 << 20));
+    *lane->fails = false;
+    leave_by(lane);
+    return lane->fails;
+  }
+
   BatchPtr begin() {
     return std::make_shared<Batch>(engine, "layer", std::make_shared<Iteration>(nullptr, 0));
   }
@@ -235,11 +250,7 @@ TEST_F(Batches, WhatCannotBeGatheredIsSentOneByOne) {
 // What was loaded before it had gone, and told to leave again, is leaving as before; its bytes are
 // still with the send, which then fails.
 TEST_F(Batches, ABucketThatFailedAfterItWasLoadedIsGivenBack) {
-  const auto lane =
-      std::make_shared<testing::FailingLane>(std::make_shared<WorkerLane>(2, 1 << 20));
-  *lane->fails = false;
-  sender = std::make_shared<BlockSender>(lane, pool);
-  engine = engine_by(sender);
+  const std::shared_ptr<bool> fails = leave_by_sends_that_may_fail();
   const BatchPtr batch = begin();
   at::Tensor first = filled(1), second = filled(2);
   const std::vector<EntryPtr> entries = {save(*batch, first), save(*batch, second)};
@@ -251,7 +262,7 @@ TEST_F(Batches, ABucketThatFailedAfterItWasLoadedIsGivenBack) {
   first.reset();
   second.reset();
   EXPECT_FALSE(entries[0]->notice_gone(/*wait=*/false)) << "its bytes are nowhere else yet";
-  *lane->fails = true;
+  *fails = true;
   EXPECT_TRUE(demands(*batch, entries[0], 1));
   EXPECT_TRUE(demands(*batch, entries[1], 2));
   EXPECT_EQ(engine->ledger.kept().at("pool").tensors, 2);
@@ -261,11 +272,7 @@ TEST_F(Batches, ABucketThatFailedAfterItWasLoadedIsGivenBack) {
 
 // A send that failed is noticed by the load, and not taken for one that is still to be waited for.
 TEST_F(Batches, ALoadNoticesThatTheSendHasFailed) {
-  const auto lane =
-      std::make_shared<testing::FailingLane>(std::make_shared<WorkerLane>(2, 1 << 20));
-  *lane->fails = false;
-  sender = std::make_shared<BlockSender>(lane, pool);
-  engine = engine_by(sender);
+  const std::shared_ptr<bool> fails = leave_by_sends_that_may_fail();
   std::vector<std::string> told;
   engine->ledger.warn = [&](const std::string& message) { told.push_back(message); };
   engine->set_batch_limits({.small_bytes = 0});
@@ -273,7 +280,7 @@ TEST_F(Batches, ALoadNoticesThatTheSendHasFailed) {
   const at::Tensor held = filled(1);
   const EntryPtr entry = save(*batch, held);
   batch->launch_offload();
-  *lane->fails = true;
+  *fails = true;
   batch->launch_load();
   EXPECT_EQ(entry->away(), nullptr) << "its bytes were never written";
   EXPECT_EQ(told.size(), 1u);
@@ -285,17 +292,13 @@ TEST_F(Batches, ALoadNoticesThatTheSendHasFailed) {
 
 // The same, noticed when the last save has read the storage.
 TEST_F(Batches, ASendThatFailedWhileTheStorageWasReadGivesItBack) {
-  const auto lane =
-      std::make_shared<testing::FailingLane>(std::make_shared<WorkerLane>(2, 1 << 20));
-  *lane->fails = false;
-  sender = std::make_shared<BlockSender>(lane, pool);
-  engine = engine_by(sender);
+  const std::shared_ptr<bool> fails = leave_by_sends_that_may_fail();
   const BatchPtr batch = begin();
   at::Tensor held = filled(1);
   const EntryPtr entry = save(*batch, held);
   batch->launch_offload();
   batch->launch_load();
-  *lane->fails = true;
+  *fails = true;
   EXPECT_TRUE(demands(*batch, entry, 1));
   EXPECT_EQ(entry->state(), State::kResident);
   EXPECT_EQ(entry->away(), nullptr);
@@ -340,8 +343,7 @@ TEST_F(Batches, WhatIsToldToLeaveWhileItReturnsGivesItsMemoryBack) {
   for (const int64_t small_bytes : {int64_t{0}, kBytes}) {  // alone, and in a bucket
     SCOPED_TRACE(small_bytes);
     const auto lane = std::make_shared<MemoryLane>(std::make_shared<WorkerLane>(2, 1 << 20));
-    sender = std::make_shared<BlockSender>(lane, pool);
-    engine = engine_by(sender);
+    leave_by(lane);
     engine->set_batch_limits({.small_bytes = small_bytes});
     const BatchPtr batch = begin();
     const std::vector<EntryPtr> entries = {save(*batch, filled(1)), save(*batch, filled(2))};
@@ -362,8 +364,7 @@ TEST_F(Batches, WhatIsToldToLeaveWhileItReturnsGivesItsMemoryBack) {
 
 TEST_F(Batches, ALoadThatLackedMemoryGoesOnWhenItIsCalledAgain) {
   const auto lane = std::make_shared<MemoryLane>(std::make_shared<WorkerLane>(2, 1 << 20));
-  sender = std::make_shared<BlockSender>(lane, pool);
-  engine = engine_by(sender);
+  leave_by(lane);
   engine->set_batch_limits({.small_bytes = 0});
   const BatchPtr batch = begin();
   std::vector<EntryPtr> entries;
