@@ -44,6 +44,16 @@ def test_readme_is_short() -> None:
     assert len(README.splitlines()) < 150
 
 
+def test_the_walk_from_pack_to_unpack_fits_on_two_pages() -> None:
+    """Some 500 words to the page. Files that it names without a folder are in csrc or python."""
+    walk = (ROOT / "docs" / "architecture.md").read_text("utf-8")
+    assert len(walk.split()) <= 1000, "docs/architecture.md is to be read in one go"
+    folders = (ROOT / "csrc", ROOT / "python" / "memswap")
+    there = {path.name for folder in folders for path in folder.rglob("*") if path.is_file()}
+    named = set(re.findall(r"`(?:[\w/]+/)?(\w+\.(?:h|cpp|py))`", walk))
+    assert named and named <= there, f"not there: {sorted(named - there)}"
+
+
 #: These run in tests/integrations, and on several processes in tests/parallel.
 ELSEWHERE = ("finetune_trainer", "lora_trl", "lightning_module", "fsdp2_context_parallel")
 EXAMPLES = [one for one in sorted((ROOT / "examples").glob("*.py")) if one.stem not in ELSEWHERE]
