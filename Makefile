@@ -29,7 +29,7 @@ cpp_files := $(shell find csrc kernels tests -type f \
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-# Warnings are errors here; not in `pip install`, nor on a machine that is borrowed for minutes.
+# Who works on memswap switches it on; the option's default is for `pip install`. `make gpu` has its own.
 MEMSWAP_WERROR ?= ON
 export MEMSWAP_WERROR
 

@@ -16,6 +16,9 @@ from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).parent.resolve()
 
+#: Options of the build that the environment may set; CMake declares them.
+OPTIONS = ("MEMSWAP_CUDA", "MEMSWAP_CUDA_ARCHITECTURES", "MEMSWAP_ASCEND", "MEMSWAP_WERROR")
+
 
 def require_setuptools() -> None:
     """Stop with a sentence: an older setuptools rejects pyproject.toml in many lines."""
@@ -97,12 +100,10 @@ class CMakeBuild(build_ext):
             f"-DPython_EXECUTABLE={sys.executable}",
             f"-DCMAKE_BUILD_TYPE={'RelWithDebInfo' if self.debug else 'Release'}",
         ]
-        for option in ("MEMSWAP_CUDA", "MEMSWAP_ASCEND"):
-            configure.append(f"-D{option}={os.environ.get(option, 'AUTO')}")
-        # Other people's compilers have other warnings.
-        configure.append(f"-DMEMSWAP_WERROR={os.environ.get('MEMSWAP_WERROR', 'OFF')}")
-        architectures = os.environ.get("MEMSWAP_CUDA_ARCHITECTURES", "")
-        configure.append(f"-DMEMSWAP_CUDA_ARCHITECTURES={architectures}")
+        # An option that is not set any more has its default again, whatever CMake remembers.
+        for option in OPTIONS:
+            asked = os.environ.get(option)
+            configure.append(f"-U{option}" if asked is None else f"-D{option}={asked}")
         # Whatever a machine needs beyond that, such as -DPython_INCLUDE_DIR=...
         configure += shlex.split(os.environ.get("CMAKE_ARGS", ""))
         configure += choose_generator(cmake, configure, build)

@@ -96,7 +96,7 @@ def run_kernels(slow: bool) -> Sum:
         return Sum(skipped=1)
     build = ROOT / "build" / "kernels"
     configure = ["cmake", "-S", "kernels", "-B", str(build), "-G", "Ninja"]
-    configure += ["-DMEMSWAP_KERNELS_TESTS=ON", "-DMEMSWAP_CUDA=OFF"]
+    configure += ["-DMEMSWAP_KERNELS_TESTS=ON", "-DMEMSWAP_CUDA=OFF", "-DMEMSWAP_WERROR=ON"]
     # The fuzzer's own build of the codec takes minutes; libFuzzer's is made below.
     configure += [f"-DMEMSWAP_KERNELS_FUZZER={'OFF' if find_libfuzzer() else 'ON'}"]
     if not run_steps([configure, build_step(build)]):
@@ -112,7 +112,7 @@ def run_fuzzer(slow: bool) -> Sum:
         return Sum(skipped=1)
     corpus = ROOT / "kernels" / "tests" / "corpus"
     configure = ["cmake", "-S", "kernels", "-G", "Ninja"]
-    configure += ["-DMEMSWAP_KERNELS_TESTS=ON", "-DMEMSWAP_CUDA=OFF"]
+    configure += ["-DMEMSWAP_KERNELS_TESTS=ON", "-DMEMSWAP_CUDA=OFF", "-DMEMSWAP_WERROR=ON"]
     environment: dict[str, str] = {}
     if clang := find_libfuzzer():
         build = ROOT / "build" / "fuzz"

@@ -56,8 +56,7 @@ def build(name: str, options: list[str], variables: dict[str, str], target: str 
         raise FileNotFoundError("the standalone benchmark needs cmake")
     folder = Path(os.environ.get("MEMSWAP_BUILD_DIR", ROOT / "build")) / name
     configure = [cmake, f"-S{ROOT / 'kernels'}", f"-B{folder}", "-DMEMSWAP_KERNELS_BENCH=ON"]
-    configure += ["-DMEMSWAP_WERROR=OFF", *options]
-    configure += ["-GNinja"] if shutil.which("ninja") else []
+    configure += [*options, *(["-GNinja"] if shutil.which("ninja") else [])]
     compile_it = [cmake, "--build", str(folder), "--target", target]
     compile_it += ["--parallel", str(os.cpu_count() or 1)]
     for step in (configure, compile_it):

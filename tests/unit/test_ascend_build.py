@@ -5,6 +5,7 @@ make of the kernels launches nothing.
 """
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -15,6 +16,9 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 
 pytestmark = pytest.mark.skipif(shutil.which("cmake") is None, reason="cmake is not on PATH")
+
+#: Of the build, which the environment may set; `make test` sets the last one.
+OPTIONS = ("MEMSWAP_CUDA", "MEMSWAP_CUDA_ARCHITECTURES", "MEMSWAP_ASCEND", "MEMSWAP_WERROR")
 
 ASCENDC = """
 function(ascendc_library name kind)
@@ -157,7 +161,7 @@ def test_without_a_cann_on_says_what_is_missing_and_auto_builds_without(tmp_path
 
 def without_environment(home: Path, **changes: str) -> dict[str, str]:
     """No set_env.sh has run, and CANN is where its installer puts it for the user of `home`."""
-    names = ("ASCEND_HOME_PATH", "CMAKE_GENERATOR", "CMAKE_ARGS", "PYTHONPATH")
+    names = ("ASCEND_HOME_PATH", "CMAKE_GENERATOR", "CMAKE_ARGS", "PYTHONPATH", *OPTIONS)
     kept = {name: value for name, value in os.environ.items() if name not in names}
     return {**kept, "HOME": str(home), **changes}
 
@@ -213,6 +217,26 @@ def test_setup_takes_make_where_cmake_will_find_a_cann(tmp_path: Path, home: Pat
     assert "-GNinja" in arguments_of_setup(tmp_path, tmp_path, ASCEND_HOME_PATH="/nowhere")
     named = arguments_of_setup(tmp_path, home, CMAKE_ARGS="-GNinja -DSOMETHING=1")
     assert named.count("-GNinja") == 1 and "-GUnix Makefiles" not in named
+
+
+def test_setup_leaves_defaults_of_options_to_cmake(tmp_path: Path, home: Path) -> None:
+    """What is not set is not what it was set to for an earlier build either."""
+    said = arguments_of_setup(tmp_path, home, MEMSWAP_ASCEND="OFF")
+    ours = {one for one in said if one[2:].startswith("MEMSWAP_")}
+    unset = {f"-U{option}" for option in OPTIONS if option != "MEMSWAP_ASCEND"}
+    assert ours == {"-DMEMSWAP_ASCEND=OFF", *unset}
+
+
+def test_each_option_of_the_build_is_declared_once() -> None:
+    declares = re.compile(
+        r"^\s*(?:option\((MEMSWAP_\w+)|set\((MEMSWAP_\w+).*\bCACHE\b)", re.MULTILINE
+    )
+    folders = (ROOT / "kernels", ROOT / "third_party", ROOT / "csrc", ROOT / "tests" / "cpp")
+    files = [path for one in folders for path in [*one.rglob("*.txt"), *one.rglob("*.cmake")]]
+    text = "\n".join(path.read_text("utf-8") for path in [ROOT / "CMakeLists.txt", *files])
+    found = ["".join(names) for names in declares.findall(text)]
+    assert {"MEMSWAP_CUDA", "MEMSWAP_WERROR", "MEMSWAP_COMPILE_TOGETHER"} <= set(found)
+    assert len(found) == len(set(found)), f"declared more than once: {sorted(found)}"
 
 
 def test_setup_finds_a_cann_9_as_cmake_does(tmp_path: Path, cann_9: Path) -> None:
