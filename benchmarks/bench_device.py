@@ -18,7 +18,7 @@ from memswap._native import native
 from memswap.cli.config_plan import L40S, RESERVED, RTX4090
 from memswap.cli.table import render_table
 from memswap.engine.units import format_bytes
-from memswap.optimizers import MOST_ROOM
+from memswap.optimizers.managed import MOST_ROOM
 from memswap.planning.cost_model import GB, GIB, H100, Hardware
 from memswap.planning.device import (
     DevicePlan,

@@ -28,8 +28,8 @@ from memswap.cli.gpt import GPT
 from memswap.cli.table import render_table
 from memswap.engine.lane import open_lane
 from memswap.engine.units import format_bytes
-from memswap.optimizer_state import away_of, plain_tensors
 from memswap.optimizers import ManagedOptimizer
+from memswap.optimizers.state import away_of, plain_tensors
 
 #: Optimizer of a mode, managed or not.
 Manage = Callable[[torch.optim.Optimizer], ManagedOptimizer | None]

@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 from memswap._warn import warn
-from memswap.device_budget import open_account
 from memswap.engine.autograd import in_backward
 from memswap.engine.compiled import uncompiled
 from memswap.engine.engine import Engine
@@ -35,7 +34,8 @@ from memswap.hooks.units import (
     records,
 )
 from memswap.hooks.unseen import Unseen
-from memswap.optimizers import ManagedOptimizer, check_optimizer, manage_optimizer
+from memswap.optimizers.device_budget import open_account
+from memswap.optimizers.managed import ManagedOptimizer, check_optimizer, manage_optimizer
 from memswap.planning.agreement import check_group, group_of
 from memswap.planning.budgets import parsed
 from memswap.planning.device import DevicePlan, is_device_budget

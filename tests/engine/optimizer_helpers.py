@@ -12,8 +12,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 import memswap
-from memswap.optimizer_state import plain_tensors
 from memswap.optimizers import ManagedOptimizer
+from memswap.optimizers.state import plain_tensors
 
 #: Small enough that the state of the model goes in several chunks.
 ROOM = 3 * 4096

@@ -25,8 +25,8 @@ import memswap
 from memswap import BudgetError
 from memswap._native import native
 from memswap.integrations.training import ManagedTraining
-from memswap.optimizer_state import away_of, plain_tensors
 from memswap.optimizers import managed_optimizer
+from memswap.optimizers.state import away_of, plain_tensors
 from memswap.planning import checking, making
 from memswap.planning.device import KINDS, DevicePlan
 

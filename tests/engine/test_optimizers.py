@@ -34,9 +34,9 @@ from optimizer_helpers import (
 from torch import nn
 
 import memswap
-from memswap.optimizer_state import StateMover, away_of, plain_tensors
-from memswap.optimizer_step import StateStream
-from memswap.optimizers import OptimizerStepError, steps_in_parts
+from memswap.optimizers.managed import OptimizerStepError, steps_in_parts
+from memswap.optimizers.state import StateMover, away_of, plain_tensors
+from memswap.optimizers.step import StateStream
 
 pytestmark = pytest.mark.filterwarnings("ignore:The foreach:UserWarning")
 

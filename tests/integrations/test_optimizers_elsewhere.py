@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import memswap
-from memswap.optimizer_state import plain_tensors
+from memswap.optimizers.state import plain_tensors
 
 #: By library and class: how it is made, and whether its step goes in chunks where one says so.
 ELSEWHERE: dict[tuple[str, str], tuple[dict[str, Any], bool]] = {

@@ -16,8 +16,8 @@ from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict as 
 from torch.distributed.tensor import DTensor
 
 import memswap
-from memswap.optimizer_state import away_of, plain_tensors
 from memswap.optimizers import ManagedOptimizer
+from memswap.optimizers.state import away_of, plain_tensors
 from ranks import Rank, distributed
 from sharding import adamw, assert_same, fully_sharded, loss_of, make_net, sharded, tokens_of
 

@@ -1,9 +1,9 @@
 """The edges of state that streams through a step: each broken on purpose, and each caught.
 
 They are those of a swap (csrc/lane/stream_lane.h), under an optimizer's own kernels; what is new is
-who makes them, and when: optimizer_state.py and optimizer_step.py, broken here line by line. (Edges
-3 and 7 follow from the others: a step waits for its parameters, and so for the step before.) Where
-the room is that of two parameters, memory passes from hand to hand, by edge 8.
+who makes them, and when: optimizers/state.py and optimizers/step.py, broken here line by line.
+(Edges 3 and 7 follow from the others: a step waits for its parameters, and so for the step before.)
+Where the room is that of two parameters, memory passes from hand to hand, by edge 8.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from race_workloads import (
 )
 
 from memswap._native import native
-from memswap.optimizer_state import AwayState, Returning, StateMover, away_of
-from memswap.optimizer_step import StateStream
+from memswap.optimizers.state import AwayState, Returning, StateMover, away_of
+from memswap.optimizers.step import StateStream
 from simdev import mutations
 
 pytestmark = [pytest.mark.own_laboratory, pytest.mark.one_schedule]

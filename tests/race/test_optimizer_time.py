@@ -9,7 +9,7 @@ import torch
 from optimizer_helpers import loss_of, maker, manage, new_model
 from race_workloads import DEVICE, EAGER, lanes_opened, new_pool
 
-from memswap.optimizer_state import StateMover
+from memswap.optimizers.state import StateMover
 from simdev import laboratory, virtual_time
 
 pytestmark = [pytest.mark.own_laboratory, pytest.mark.one_schedule]

@@ -23,7 +23,7 @@ from memswap.cli.config_plan import (
     without_memswap,
 )
 from memswap.cli.meta_step import Sizes, measure
-from memswap.optimizers import MOST_ROOM
+from memswap.optimizers.managed import MOST_ROOM
 
 pytestmark = pytest.mark.cpu_only
 

@@ -15,10 +15,10 @@ import torch
 
 from memswap.cli.meta_step import ACTIVATION, GRADIENT, WORKSPACE, Sizes, measure
 from memswap.cli.table import render_table
-from memswap.device_budget import ROOM_SHARE
 from memswap.engine.units import format_bytes, parse_bytes
-from memswap.optimizer_step import PARTS
-from memswap.optimizers import MOST_ROOM
+from memswap.optimizers.device_budget import ROOM_SHARE
+from memswap.optimizers.managed import MOST_ROOM
+from memswap.optimizers.step import PARTS
 from memswap.planning.cost_model import EFFICIENCY, GB, GIB, TERA, Hardware, hardware
 from memswap.planning.device import KINDS
 

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
 
     from memswap._C import Iteration, WorkspaceRecord
-    from memswap.optimizers import ManagedOptimizer
+    from memswap.optimizers.managed import ManagedOptimizer
 
 #: When a forward begins, less may be there than when its step was learnt, as a share of the budget,
 #: before it is learnt again, in so many forwards one after another; each time twice as many.

@@ -9,7 +9,7 @@ from weakref import ref
 import torch
 
 from memswap.hooks.units import persistent_tensors
-from memswap.optimizers import MOST_ROOM, ManagedOptimizer, manage_optimizer
+from memswap.optimizers.managed import MOST_ROOM, ManagedOptimizer, manage_optimizer
 from memswap.planning.account import DeviceAccount
 from memswap.planning.device import device_bytes
 

@@ -5,7 +5,7 @@
 (`register_step_pre_hook`, `register_step_post_hook`), whoever has wrapped `step` on the instance: a
 learning-rate scheduler made before or after, a GradScaler, a profiler. A pre-hook may give `step`
 other arguments, and `self` is one of them: it gets a view of the optimizer ([Note: A step in
-chunks] in optimizer_step.py). Replacing `optimizer.step` would lose to schedulers, which may have
+chunks] in step.py). Replacing `optimizer.step` would lose to schedulers, which may have
 bound the class's function by then; so would another class of the optimizer, which would show. All
 hooks belong to one optimizer; nothing of torch is patched.
 """
@@ -29,14 +29,14 @@ from memswap.engine.transfers import check_pool
 from memswap.engine.uncopied import Uncopied
 from memswap.engine.units import format_bytes, parse_bytes
 from memswap.errors import MemswapError
-from memswap.optimizer_state import (
+from memswap.optimizers.state import (
     StateMover,
     away_of,
     copy_on_host,
     plain_tensors,
     with_tensors,
 )
-from memswap.optimizer_step import (
+from memswap.optimizers.step import (
     PARTS,
     StateStream,
     chunks_of,

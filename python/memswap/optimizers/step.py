@@ -22,7 +22,7 @@ a swap] in csrc/lane/stream_lane.h). The memory of what left is let go of behind
 A parameter is never divided. Where the state of two that follow each other is longer than the room,
 these two are what the device holds: one is stepped, and tensor by tensor the next one's state
 arrives in the memory of the last one's, as that has left ([Note: Memory from hand to hand] in
-optimizer_state.py). Where their tensors differ in length, the memory goes by way of the allocator:
+state.py). Where their tensors differ in length, the memory goes by way of the allocator:
 then kernels wait for that copy, and a step takes the link's time and theirs.
 """
 
@@ -37,7 +37,7 @@ import torch
 from torch.optim import Optimizer
 
 from memswap._native import native
-from memswap.optimizer_state import StateMover, away_of, local_bytes, plain_tensors
+from memswap.optimizers.state import StateMover, away_of, local_bytes, plain_tensors
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
