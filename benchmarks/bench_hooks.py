@@ -169,7 +169,7 @@ def main() -> None:
     leave_copies_out(booked._engine, nbytes, device)
     plain = new_model()
 
-    def new_managed(times: int, plans: bool) -> tuple[Chain, memswap.Manager]:
+    def new_managed(times: int, plans: bool) -> tuple[Chain, memswap.types.Manager]:
         """A chain of so many times as many tensors; it follows its plan, if there is one."""
         model = Chain(times * arguments.tensors, nbytes // 2, device)
         budget = int(PLANNED_SHARE * model.tensors * nbytes) if plans else None

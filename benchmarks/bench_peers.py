@@ -57,7 +57,7 @@ class Run:
     folder: Path
     around: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
     called: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None
-    manager: memswap.Manager | None = None
+    manager: memswap.types.Manager | None = None
     rest_bytes: int | None = None
     """What a CPU's process had before memswap; None: what it has before the measured step."""
     ends: ExitStack = field(default_factory=ExitStack)

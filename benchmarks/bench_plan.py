@@ -72,7 +72,7 @@ def boundary_only(pool: Any, model: Llama) -> Iterator[memswap.saved_tensors]:
 @contextmanager
 def planned(
     bench: Bench, budget: int | str, regions: bool, model: Llama
-) -> Iterator[memswap.Manager]:
+) -> Iterator[memswap.types.Manager]:
     """Manage the layers under a budget, from the step on in which there is a plan.
 
     `regions`: whether the plan may recompute layers as well.

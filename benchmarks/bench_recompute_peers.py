@@ -130,7 +130,7 @@ def checkpointed(layers: nn.ModuleList, selective: bool) -> None:
         layer.forward = functools.partial(checkpoint, layer.forward, **more)
 
 
-def apply(way: str, model: nn.Module, layers: nn.ModuleList) -> memswap.Manager | None:
+def apply(way: str, model: nn.Module, layers: nn.ModuleList) -> memswap.types.Manager | None:
     """Change a model, or its layers, in one of the ways."""
     if way in ("frames", "recipes"):
         return memswap.manage(model, memswap.Policy("encode" if way == "frames" else None))

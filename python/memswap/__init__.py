@@ -10,6 +10,7 @@
     HostPool, DiskPool              where they go
     encode, decode, Frame           one tensor, losslessly
     swap_out, swap_in               one tensor that keeps its identity
+    memswap.types                   what these return, for annotations
     memswap.parallel                sharded weights, context parallelism
     memswap.integrations            transformers, TRL, accelerate, Lightning, torchtitan
     memswap.compat                  other systems' names
@@ -27,7 +28,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from memswap import integrations as integrations
     from memswap import parallel as parallel
-    from memswap.activations import Manager, manage, saved_tensors
+    from memswap import types as types
+    from memswap.activations import manage, saved_tensors
     from memswap.checkpointing import (
         Checkpointing,
         CheckpointPolicy,
@@ -38,7 +40,6 @@ if TYPE_CHECKING:
     from memswap.codec import Frame, decode, encode
     from memswap.engine.action import Action, TensorInfo
     from memswap.engine.pools import DiskPool, HostPool
-    from memswap.engine.stats import Stats
     from memswap.errors import (
         BudgetError,
         FrameError,
@@ -54,15 +55,13 @@ if TYPE_CHECKING:
     from memswap.groups import Group, Groups
     from memswap.inplace import swap_in, swap_out
     from memswap.optimizers import manage_optimizer
-    from memswap.parallel.describe import describe as describe
-    from memswap.planning.plan import Plan
     from memswap.planning.policy import Policy
     from memswap.planning.profile import profile
     from memswap.planning.rates import Rates
     from memswap.schedules.chain import chain
     from memswap.schedules.pipeline import manage_pipeline
     from memswap.schedules.towers import swap_modules
-    from memswap.windows import Window, Windows, select_layers, window
+    from memswap.windows import Windows, select_layers, window
 
 __version__ = "0.1.0"
 
@@ -79,19 +78,15 @@ __all__ = [
     "Groups",
     "HostPool",
     "InplaceEditError",
-    "Manager",
     "MemswapError",
     "NotSwappedError",
-    "Plan",
     "Policy",
     "RankMismatchError",
     "Rates",
     "RecomputeError",
     "SharedStorageError",
-    "Stats",
     "TensorInfo",
     "TransferError",
-    "Window",
     "Windows",
     "chain",
     "checkpoint",
@@ -117,7 +112,7 @@ __all__ = [
 #: a switch of the integrations that is off need none of it. The imports above say the same to
 #: type checkers, and a test compares the two.
 _PLACES = {
-    "activations": ("Manager", "manage", "saved_tensors"),
+    "activations": ("manage", "saved_tensors"),
     "checkpointing": (
         "CheckpointPolicy",
         "Checkpointing",
@@ -128,7 +123,6 @@ _PLACES = {
     "codec": ("Frame", "decode", "encode"),
     "engine.action": ("Action", "TensorInfo"),
     "engine.pools": ("DiskPool", "HostPool"),
-    "engine.stats": ("Stats",),
     "errors": (
         "BudgetError",
         "FrameError",
@@ -144,15 +138,13 @@ _PLACES = {
     "groups": ("Group", "Groups"),
     "inplace": ("swap_in", "swap_out"),
     "optimizers": ("manage_optimizer",),
-    "parallel.describe": ("describe",),
-    "planning.plan": ("Plan",),
     "planning.policy": ("Policy",),
     "planning.profile": ("profile",),
     "planning.rates": ("Rates",),
     "schedules.chain": ("chain",),
     "schedules.pipeline": ("manage_pipeline",),
     "schedules.towers": ("swap_modules",),
-    "windows": ("Window", "Windows", "select_layers", "window"),
+    "windows": ("Windows", "select_layers", "window"),
 }
 _PLACE_OF = {name: place for place, names in _PLACES.items() for name in names}
 
@@ -169,4 +161,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_PLACE_OF, "integrations", "parallel"})
+    return sorted({*globals(), *_PLACE_OF, "integrations", "parallel", "types"})

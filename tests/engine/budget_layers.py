@@ -64,7 +64,7 @@ def rates_for(device: torch.device) -> Rates:
 
 def managed(
     layers: nn.ModuleList, pool: Any, budget: int | str, policy: memswap.Policy = SWAP
-) -> memswap.Manager:
+) -> memswap.types.Manager:
     """Layers under a budget, planned for a machine that is the same everywhere."""
     device = next(layers.parameters()).device
     return memswap.manage(layers, policy, pool=pool, budget=budget, rates=rates_for(device))

@@ -77,7 +77,7 @@ class Region:
         self.device = device
         self.seen: list[Look] = []
 
-    def settled(self) -> memswap.Stats:
+    def settled(self) -> memswap.types.Stats:
         """The statistics when all that was started has ended."""
         self.ctx.engine._transfers.settle()  # `settle` would forget what waits
         if self.device.type != "cpu":

@@ -16,7 +16,7 @@ import memswap
 from memswap._native import native
 
 
-def settle(group: Any, device: torch.device) -> memswap.Stats:
+def settle(group: Any, device: torch.device) -> memswap.types.Stats:
     """Everything that leaves has left, on the host's clock too."""
     groups = getattr(group, "_groups", group)
     groups.settle()

@@ -129,7 +129,7 @@ def train_step(
     return gradients(model)
 
 
-def assert_nothing_left(stats: memswap.Stats) -> None:
+def assert_nothing_left(stats: memswap.types.Stats) -> None:
     """No graph is alive, so nothing is away and nothing is counted as resident."""
     assert stats.away_bytes == 0, f"{stats.away_bytes} bytes are still away without a graph"
     assert stats.resident_bytes == 0, f"{stats.resident_bytes} saved bytes are still counted"
@@ -234,7 +234,7 @@ class Training:
     ) -> None:
         self.model = model
         self.pool = pool
-        self.swap: memswap.saved_tensors | memswap.Manager
+        self.swap: memswap.saved_tensors | memswap.types.Manager
         if way == "manage":
             self.swap = memswap.manage(model.layers, policy, pool=pool, **options)
         else:
@@ -242,12 +242,12 @@ class Training:
 
     def loss(self, x: torch.Tensor) -> torch.Tensor:
         """The model's loss, saved under memswap."""
-        if isinstance(self.swap, memswap.Manager):
+        if isinstance(self.swap, memswap.types.Manager):
             return self.model(x)
         with self.swap:
             return self.model(x)
 
-    def stats(self) -> memswap.Stats:
+    def stats(self) -> memswap.types.Stats:
         return self.swap.stats()
 
     def assert_released(self, *, moved: bool = True) -> None:
@@ -255,7 +255,7 @@ class Training:
 
 
 def assert_released(
-    swap: memswap.saved_tensors | memswap.Manager, pool: Any, *, moved: bool = True
+    swap: memswap.saved_tensors | memswap.types.Manager, pool: Any, *, moved: bool = True
 ) -> None:
     """No graph is alive: nothing is counted, and no block of the pool is taken.
 
@@ -325,8 +325,8 @@ def assert_pool_empty(pool: Any) -> None:
 
 
 def let_sends_end(
-    swap: memswap.saved_tensors | memswap.Manager, device: torch.device
-) -> memswap.Stats:
+    swap: memswap.saved_tensors | memswap.types.Manager, device: torch.device
+) -> memswap.types.Stats:
     """Wait until everything that leaves has left, on the host's clock too; the statistics then."""
     swap._engine.settle()
     if device.type != "cpu":

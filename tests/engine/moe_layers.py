@@ -78,7 +78,7 @@ class Experts:
         balanced = self.recovers and number % 3 == 1
         return train_step(self.model, lambda: self.model(*inputs(self.device, number, balanced)))
 
-    def managed(self, pool: Any, budget: int | str) -> memswap.Manager:
+    def managed(self, pool: Any, budget: int | str) -> memswap.types.Manager:
         return memswap.manage(
             self.model.layers, self.policy, pool=pool, budget=budget, rates=rates_for(self.device)
         )
@@ -89,7 +89,7 @@ class Experts:
                 self.train(0)
             return manager.plan.kept_peak_bytes
 
-    def stats(self, pool: Any, budget: int | str) -> memswap.Stats:
+    def stats(self, pool: Any, budget: int | str) -> memswap.types.Stats:
         """Of the steps that have a plan."""
         with self.managed(pool, budget) as manager:
             for number in range(STEPS):

@@ -44,7 +44,7 @@ class ByHand:
         self.choose = choose
         self.batchs: list[Any] = []
 
-    def stats(self) -> memswap.Stats:
+    def stats(self) -> memswap.types.Stats:
         return self.engine.stats()
 
     @contextlib.contextmanager

@@ -60,7 +60,7 @@ def plain(program: Program, door: str = "") -> Trace:
 
 def managed(
     program: Program, door: str, action: memswap.Action | str | None, pool: Any
-) -> tuple[Trace, list[memswap.Stats]]:
+) -> tuple[Trace, list[memswap.types.Stats]]:
     """The same with memswap; statistics of whatever it was, after the last graph is gone."""
     model = program.model()
     choose = random.Random(program.seed + 1)

@@ -17,7 +17,7 @@ RECOMPUTE = memswap.Policy(action="recompute", min_bytes=1)
 Region = Callable[[], Any]
 
 
-def words_of(block: memswap.saved_tensors | memswap.Manager) -> set[str]:
+def words_of(block: memswap.saved_tensors | memswap.types.Manager) -> set[str]:
     """All recipes that were seen, in words, whether in force or not."""
     known = block._engine.recipes
     assert known is not None

@@ -38,7 +38,7 @@ def _fresh() -> Any:
     torch._dynamo.reset()
 
 
-def regions_of_compiled_layers(device: Any, new_pool: Any, backend: str) -> memswap.Stats:
+def regions_of_compiled_layers(device: Any, new_pool: Any, backend: str) -> memswap.types.Stats:
     plain, x = new_stack(device, depth=2), new_input(device)
     for layer in plain.layers:
         layer.compile(backend=backend)

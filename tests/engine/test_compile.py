@@ -66,13 +66,13 @@ class Compiled(NamedTuple):
 
     model: Stack
     called: nn.Module
-    manager: memswap.Manager | None
+    manager: memswap.types.Manager | None
 
 
 def compiled(
     model: Stack,
     how: str,
-    manage: Callable[[nn.Module], memswap.Manager] | None = None,
+    manage: Callable[[nn.Module], memswap.types.Manager] | None = None,
     *,
     first: bool = True,
     backend: str = "aot_eager",

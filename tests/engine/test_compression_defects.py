@@ -348,7 +348,7 @@ def test_17_incompressible_tensors_pay_as_much_and_float16_spills(region, device
     generator = torch.Generator().manual_seed(0)
     noise = torch.randint(-(2**15), 2**15, (64, 1024), generator=generator, dtype=torch.int16)
 
-    def step(make: Callable[[], list[torch.Tensor]]) -> memswap.Stats:
+    def step(make: Callable[[], list[torch.Tensor]]) -> memswap.types.Stats:
         region.ctx.pack_start("layer")
         out = region.save(*make())  # as arguments, Python 3.10 would hold them for the caller
         region.ctx.engine.open_window(1.0)

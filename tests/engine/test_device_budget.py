@@ -82,7 +82,7 @@ class Trained:
         self.model = new_model(device)
         make = options.pop("make", torch.optim.AdamW)
         self.optimizer = make(self.model.parameters())
-        self.manager: memswap.Manager | None = None
+        self.manager: memswap.types.Manager | None = None
         self.peaks: list[int] = []
         if budget is not None:
             options.setdefault("optimizer", self.optimizer)

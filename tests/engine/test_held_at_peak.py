@@ -63,12 +63,12 @@ def gradients_of(loss: torch.Tensor, model: Model, **how: bool) -> list[torch.Te
     return list(torch.autograd.grad(loss, list(model.parameters()), **how))
 
 
-def kept(stats: memswap.Stats) -> int:
+def kept(stats: memswap.types.Stats) -> int:
     """Tensors that stayed for being held at the peak."""
     return stats.kept[REASON].tensors if REASON in stats.kept else 0
 
 
-def stepped(manager: memswap.Manager, model: Model, x: torch.Tensor) -> memswap.Stats:
+def stepped(manager: memswap.types.Manager, model: Model, x: torch.Tensor) -> memswap.types.Stats:
     """The statistics of one step, whose gradients are plain training's."""
     expected = plain(model, x)
     manager.reset_stats()

@@ -46,7 +46,7 @@ def gradients_of(model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
     return list(torch.autograd.grad(model(x).square().mean(), list(model.parameters())))
 
 
-def in_force(manager: memswap.Manager) -> list[str]:
+def in_force(manager: memswap.types.Manager) -> list[str]:
     known = manager._engine.recipes
     assert known is not None
     return [words for _, (words, proofs, failed) in known.learnt() if proofs >= 2 and not failed]

@@ -94,7 +94,7 @@ class Managed:
         loss = self.model(self.x)
         return list(torch.autograd.grad(loss, list(self.model.parameters())))
 
-    def step(self) -> memswap.Stats:
+    def step(self) -> memswap.types.Stats:
         self.manager.reset_stats()
         assert_same_gradients(self.gradients(), self.plain)
         self.manager.wait_for_plan()

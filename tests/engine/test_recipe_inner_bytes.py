@@ -52,7 +52,7 @@ class Forced:
     def __init__(self, seed: int) -> None:
         self.seed = seed
 
-    def __call__(self, step: Step, rates: Any, budget: Any, *unused: Any) -> memswap.Plan:
+    def __call__(self, step: Step, rates: Any, budget: Any, *unused: Any) -> memswap.types.Plan:
         draw = dice.Random(self.seed)
         again = [i for i, one in enumerate(step.storages) if one.recipe is not None]
         chosen = again if not self.seed else [i for i in again if draw.random() < 0.6] or again
@@ -61,7 +61,7 @@ class Forced:
         return planner._planned(search, found, budget, None, step, ())
 
 
-def peak_without(plan: memswap.Plan, rates: Any) -> int:
+def peak_without(plan: memswap.types.Plan, rates: Any) -> int:
     """What a plan's peak would be if recipes made nothing on the way."""
     storages = (
         replace(one, recipe=one.recipe and replace(one.recipe, made_nbytes=0))

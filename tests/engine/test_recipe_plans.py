@@ -93,7 +93,7 @@ class Managed:
         for _ in range(4):
             self.step()
 
-    def step(self) -> memswap.Stats:
+    def step(self) -> memswap.types.Stats:
         """A step, and what it did."""
         self.manager.reset_stats()
         assert_same_gradients(step(self.layers, self.x, self.backwards), self.plain)
@@ -101,7 +101,7 @@ class Managed:
         return self.manager.stats()
 
     @property
-    def plan(self) -> memswap.Plan:
+    def plan(self) -> memswap.types.Plan:
         plan = self.manager.plan
         assert plan is not None
         return plan

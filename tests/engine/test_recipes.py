@@ -51,7 +51,7 @@ def gradients_of(model: nn.Module, x: torch.Tensor, context: Any = None) -> list
     return list(torch.autograd.grad(loss, list(model.parameters())))
 
 
-def words_of(manager: memswap.Manager) -> set[str]:
+def words_of(manager: memswap.types.Manager) -> set[str]:
     """The recipes that are in force, in words."""
     known = manager._engine.recipes
     assert known is not None

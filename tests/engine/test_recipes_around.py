@@ -62,14 +62,14 @@ def gradients(model: nn.Module, tokens: torch.Tensor, **how: Any) -> list[torch.
     return list(torch.autograd.grad(model(tokens), trained(model), **how))
 
 
-def learnt(manager: memswap.Manager) -> set[str]:
+def learnt(manager: memswap.types.Manager) -> set[str]:
     """Words of the recipes that are proven."""
     known = manager._engine.recipes
     assert known is not None
     return {words for _, (words, proofs, failed) in known.learnt() if proofs >= 2 and not failed}
 
 
-def looks_up(manager: memswap.Manager) -> bool:
+def looks_up(manager: memswap.types.Manager) -> bool:
     return any("embedding" in words for words in learnt(manager))
 
 

@@ -48,7 +48,7 @@ class Planned:
     def step(self) -> list[torch.Tensor | None]:
         return train_step(self.model, lambda: self.model(self.x))
 
-    def steps(self, plain: list[torch.Tensor | None], count: int = 6) -> memswap.Plan:
+    def steps(self, plain: list[torch.Tensor | None], count: int = 6) -> memswap.types.Plan:
         for _ in range(count):
             assert_same_gradients(self.step(), plain)
         plan = self.manager.plan

@@ -61,7 +61,7 @@ class Region:
     def waiting(self) -> int:
         return self.engine.window_stats().pending_bytes
 
-    def settled(self) -> memswap.Stats:
+    def settled(self) -> memswap.types.Stats:
         """The statistics when all that was started has ended."""
         let_sends_end(self, self.device)
         return self.engine.stats()
@@ -71,7 +71,7 @@ class Region:
     def _engine(self) -> Engine:
         return self.engine
 
-    def stats(self) -> memswap.Stats:
+    def stats(self) -> memswap.types.Stats:
         return self.engine.stats()
 
 

@@ -37,10 +37,10 @@ KEPT_WAITING = Windows(leftovers="keep")
 
 
 @pytest.fixture
-def managed(request: pytest.FixtureRequest) -> Callable[..., memswap.Manager]:
+def managed(request: pytest.FixtureRequest) -> Callable[..., memswap.types.Manager]:
     """Makes a manager that is removed at the end."""
 
-    def make(layers: Any, policy: Policy = ENCODE, **options: Any) -> memswap.Manager:
+    def make(layers: Any, policy: Policy = ENCODE, **options: Any) -> memswap.types.Manager:
         options.setdefault("windows", Windows(seconds=lambda op, shapes: 1e-3))
         options.setdefault("prefetch_bytes", 0)
         manager = memswap.manage(layers, policy, **options)
@@ -56,7 +56,7 @@ def ahead(device: torch.device) -> bool:
     return device.type != "cpu"
 
 
-def waiting(manager: memswap.Manager) -> int:
+def waiting(manager: memswap.types.Manager) -> int:
     return manager.window_stats().pending_bytes
 
 

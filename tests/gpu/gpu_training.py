@@ -82,7 +82,7 @@ def train(device: torch.device, region: Region, steps: int = 3) -> list[torch.Te
 
 def check(
     device: torch.device, program: Callable[[torch.device, Region], Any], **options: Any
-) -> memswap.Stats:
+) -> memswap.types.Stats:
     """The program plain and managed."""
     expected = program(device, contextlib.nullcontext)
     saved = memswap.saved_tensors(EVERYTHING, pool=new_pool(device), **options)

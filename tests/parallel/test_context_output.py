@@ -227,7 +227,7 @@ def test_describe_says_who_launched_which_exchange(rank: Rank) -> None:
     ContextParallel(ulysses=ulysses).apply(model["other"].core, mesh)
     x = style.shard_batch({"x": random(2, 16, 16)})["x"]
     one(x).sum().backward()
-    table = [line.split() for line in memswap.describe(model).splitlines()[1:]]
+    table = [line.split() for line in memswap.parallel.describe(model).splitlines()[1:]]
     # 2 x 4 tokens, 4 heads of 4 numbers of 8 bytes: 1 KiB of q and o, half of it of k and v.
     forward = [
         ["q", "all-to-all", "ul", "1.0", "1", "q's", "projection"],
@@ -243,7 +243,7 @@ def test_describe_says_who_launched_which_exchange(rank: Rank) -> None:
     assert len(table[6:12]) == 6 and ("k", "reduce-scatter") in backward
     assert table[12:] == [["other.core", "never", "ran"]]
     with pytest.raises(ValueError, match="no sharded module and no ContextParallel"):
-        memswap.describe(nn.Linear(1, 1))
+        memswap.parallel.describe(nn.Linear(1, 1))
 
 
 @distributed(2)

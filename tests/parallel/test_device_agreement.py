@@ -58,7 +58,7 @@ class Training:
         self.optimizer = torch.optim.AdamW(self.layers.parameters(), lr=0.1)
         self.x = torch.linspace(-2, 2 + rank.rank, 5120 * 1024).reshape(5120, 1024)
         self.budget = 0
-        self.manager: memswap.Manager | None = None
+        self.manager: memswap.types.Manager | None = None
         if room is not None:
             self.budget = native.MemoryGauge(torch.device("cpu")).now + room
             self.manager = memswap.manage(

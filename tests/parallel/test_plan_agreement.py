@@ -28,7 +28,7 @@ class Layer(nn.Module):
         return self.linear(x).tanh()
 
 
-def managed(layers: nn.ModuleList, budget: int | str, rates: Rates) -> memswap.Manager:
+def managed(layers: nn.ModuleList, budget: int | str, rates: Rates) -> memswap.types.Manager:
     """Everything may be swapped, to a pool that holds it, by a plan of all ranks."""
     return memswap.manage(
         layers,
@@ -55,11 +55,11 @@ def step(rank: Rank, layers: Iterable[nn.Module], held: bool = False) -> torch.T
 
 def trained(
     rank: Rank,
-    manager: memswap.Manager,
+    manager: memswap.types.Manager,
     layers: Sequence[nn.Module],
-    wanted: Callable[[memswap.Plan], bool],
+    wanted: Callable[[memswap.types.Plan], bool],
     held: bool = False,
-) -> memswap.Plan:
+) -> memswap.types.Plan:
     """The first plan that is wanted. How many steps lead to it is nobody's promise."""
     for number in range(MOST_STEPS):
         step(rank, layers, held).backward()
@@ -83,7 +83,7 @@ def test_ranks_that_measured_different_times_have_the_same_plan(rank: Rank) -> N
     same_layers_are_recomputed(rank, layers)
 
 
-def same_plan(rank: Rank, plan: memswap.Plan) -> None:
+def same_plan(rank: Rank, plan: memswap.types.Plan) -> None:
     """All ranks have it."""
     rank.same_everywhere(str(plan).partition("measured")[0], "the plan")
     rank.same_everywhere(dict(plan.releases), "when it releases")

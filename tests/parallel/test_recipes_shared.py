@@ -53,7 +53,7 @@ def managed(
     monkeypatch_proofs: int,
     steps: int = 5,
     autocast: bool = False,
-) -> tuple[list[torch.Tensor], memswap.Stats, set[str]]:
+) -> tuple[list[torch.Tensor], memswap.types.Stats, set[str]]:
     """Losses of a training with recipes, statistics of its last step, and all recipes in words."""
     before, recipes.PROOFS = recipes.PROOFS, monkeypatch_proofs
     try:

@@ -318,4 +318,4 @@ def test_a_plan_is_a_table_that_explains_itself():
     assert "4.0 MiB" in text and "why" in text and "predicted cost" in text
     with pytest.raises(AttributeError):
         plan.budget = 3
-    assert isinstance(plan, memswap.Plan)
+    assert isinstance(plan, memswap.types.Plan)

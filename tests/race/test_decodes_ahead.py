@@ -74,7 +74,7 @@ class Steps:
         layers = nn.ModuleList(kind(SIDE) for _ in range(depth)).to(DEVICE, torch.bfloat16)
         batch = torch.randn(SIDE, SIDE).to(DEVICE, torch.bfloat16)
         step = [0]
-        self.stats: list[memswap.Stats] = []
+        self.stats: list[memswap.types.Stats] = []
         with virtual_time(**ROOMY):
             if how != "manage":
                 names = ["matmul"] if how == "async_funcs" else []

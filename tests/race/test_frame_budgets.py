@@ -283,7 +283,7 @@ def timed(
     budget: int | None = 1 << 30,
     gb_per_s: float = LINK_GB_PER_S,
     codec: dict[str, float] = CODEC,
-) -> tuple[float, memswap.Plan | None]:
+) -> tuple[float, memswap.types.Plan | None]:
     """Microseconds of a steady step, on a slow link or another, and its plan.
 
     `action` None: any but recomputing.
@@ -292,7 +292,7 @@ def timed(
     alone = {f"{way}_bytes_per_s": gb_per_s * 1e9 for way in ways}
     rates = replace(LINK_BOUND, **alone, **codec)
 
-    def run() -> tuple[float, memswap.Plan | None]:
+    def run() -> tuple[float, memswap.types.Plan | None]:
         stack, manager, plan = Stack(1, depth=8), None, None
         with virtual_time(**COMPUTE, h2d_gb_per_s=gb_per_s, d2h_gb_per_s=gb_per_s) as clock:
             if budget is not None:

@@ -180,7 +180,7 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recipes, "PROOFS", 0)
 
 
-def managed(program: Program) -> tuple[list[torch.Tensor], memswap.Stats]:
+def managed(program: Program) -> tuple[list[torch.Tensor], memswap.types.Stats]:
     pool = new_pool(budget=program.options["pool"], slab="4KiB")
     saved = memswap.saved_tensors(
         program.policy(), pool=pool, prefetch_bytes=program.options["prefetch_bytes"]

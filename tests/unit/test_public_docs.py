@@ -13,7 +13,9 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 MODULES = [
     "memswap",
+    "memswap.optimizers",
     "memswap.parallel",
+    "memswap.types",
     "memswap.compat.hyper_parallel",
     "memswap.compat.internevo",
     "memswap.compat.mindspeed",

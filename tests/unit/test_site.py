@@ -12,6 +12,7 @@ import pytest
 
 import memswap
 import memswap.parallel
+import memswap.types
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -26,7 +27,8 @@ SHOWN = {name for _, _, names in site.REFERENCE.values() for name in names}
 
 
 def test_every_public_name_is_in_the_reference() -> None:
-    public = {*memswap.__all__, *(f"parallel.{name}" for name in memswap.parallel.__all__)}
+    public = {*memswap.__all__, *(f"types.{name}" for name in memswap.types.__all__)}
+    public |= {f"parallel.{name}" for name in memswap.parallel.__all__}
     assert not public - SHOWN, "names without a place in the reference"
 
 

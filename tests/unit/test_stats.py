@@ -11,10 +11,10 @@ from typing import ClassVar
 
 import pytest
 
-from memswap import Stats
 from memswap._native import native
 from memswap.engine.stats import Count, snapshot
 from memswap.hooks.managed import MEANINGS, REASONS, report
+from memswap.types import Stats
 
 
 def test_snapshot_is_frozen_and_does_not_change_afterwards():

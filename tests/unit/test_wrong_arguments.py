@@ -118,7 +118,7 @@ def optimizer() -> torch.optim.Optimizer:
             TypeError,
             "qkv='q': expected several",
         ),
-        (lambda: memswap.describe(3), TypeError, "found int, expected an nn.Module"),  # type: ignore[arg-type]
+        (lambda: memswap.parallel.describe(3), TypeError, "found int, expected an nn.Module"),  # type: ignore[arg-type]
         (lambda: memswap.parallel.shard(3, None), TypeError, "found int, expected an nn.Module"),  # type: ignore[arg-type, type-var]
         (
             lambda: memswap.parallel.shard(MODEL, None, mp_policy="bf16"),  # type: ignore[arg-type]

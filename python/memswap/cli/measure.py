@@ -92,7 +92,7 @@ def settle_math_library() -> None:
     torch.ones(16).sqrt()
 
 
-def stats_as_dict(stats: memswap.Stats) -> dict[str, Any]:
+def stats_as_dict(stats: memswap.types.Stats) -> dict[str, Any]:
     """Return memswap's account in plain dictionaries, for JSON and for another process."""
     account = {item.name: getattr(stats, item.name) for item in fields(stats)}
     account["kept"] = {reason: asdict(count) for reason, count in stats.kept.items()}

@@ -32,7 +32,7 @@ STEPS = 6  # three that learn, and three planned ones: the second of those is ti
 class Planned(NamedTuple):
     """A plan and what it was made of."""
 
-    plan: memswap.Plan
+    plan: memswap.types.Plan
     step: Step
     rates: memswap.Rates
 
@@ -94,7 +94,7 @@ def planned_from(arguments: argparse.Namespace) -> Planned:
     return Planned(plan, step, rates)
 
 
-def learn(arguments: argparse.Namespace) -> tuple[Step, memswap.Rates, memswap.Plan | None]:
+def learn(arguments: argparse.Namespace) -> tuple[Step, memswap.Rates, memswap.types.Plan | None]:
     """Train the demo's model until there is a plan."""
     torch.manual_seed(arguments.seed)
     device = torch.device(arguments.device)

@@ -65,9 +65,9 @@ class TrainingResult:
         peak_process_bytes: largest resident set of the process up to the last step.
         peak_device_bytes: most memory torch had allocated on the accelerator; None on a CPU.
         away_form: where the activations went, and as what.
-        stats: memswap's own account (memswap.Stats as a dictionary) of the steps after the first,
-            in which it learns the order; for a plain run of one further step, untimed, in which
-            memswap looked on and kept everything.
+        stats: memswap's own account (memswap.types.Stats as a dictionary) of the steps after the
+            first, in which it learns the order; for a plain run of one further step, untimed, in
+            which memswap looked on and kept everything.
         first_stats: the same account of the first step.
         held_bytes: saved activations on the device between forward and backward, the most of the
             steps that `stats` counts.

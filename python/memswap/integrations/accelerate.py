@@ -58,8 +58,8 @@ def prepare(
 
     Returns:
         What `prepare` returns for each object, in their order, and behind them one
-        :class:`memswap.Manager`. Call its `remove()` when training ends, or use it in a ``with``
-        block.
+        :class:`memswap.types.Manager`. Call its `remove()` when training ends, or use it in a
+        ``with`` block.
 
     Raises:
         TypeError: the first argument is no accelerator.
