@@ -110,7 +110,20 @@ class saved_tensors(Uncopied, Counted):  # noqa: N801  (used like torch.autograd
 
 
 class Manager(Managed):
-    """What :func:`manage` returns: its statistics, its report, and the way to end it."""
+    """What :func:`manage` returns: its statistics, its report, and the way to end it.
+
+    Args:
+        blocks: the modules, by name, and the models whose forwards begin iterations.
+        policy: which saved tensors move, and how.
+        pool: where swapped ones go; None: a default pool of each device.
+        prefetch_bytes: how much is brought back ahead of backward; None: by what is saved.
+        budget: bytes, a share, ``"auto"`` or ``"device:..."``; None: no plan is made.
+        rates: of the machine, to plan with; None: they are measured.
+        group: of ranks that plan together; None: this rank plans for itself.
+        windows: what encodes and decodes wait for; None: for nothing.
+        account: of a device budget, which watches the device's allocator.
+        optimizer: whose state is away between steps, and ends with this manager.
+    """
 
     def __init__(
         self,

@@ -91,6 +91,7 @@ def checkpoint(
 
     Args:
         fn: the function or module. It must do the same when it is run again.
+        *args, **kwargs: what it is called with.
         policy_fn: ``policy_fn(ctx, op, *args, **kwargs)`` returns for each operator's output a
             :class:`CheckpointPolicy`, one of torch's, or a bool (whether to save). Or a list of
             operators to save. It is called in the forward only. None: everything is recomputed.
@@ -176,7 +177,13 @@ class Checkpointing(Uncopied, Counted):
         return f" of {sum(one() is not None for one in self._modules)} module(s)"
 
     def checkpoint(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """``fn(*args, **kwargs)`` as a region; see :func:`memswap.checkpoint`."""
+        """``fn(*args, **kwargs)`` as a region; see :func:`memswap.checkpoint`.
+
+        Args:
+            fn: what is run, and run again in backward.
+            *args: its arguments.
+            **kwargs: the same by name.
+        """
         if torch.compiler.is_compiling():
             return _traced(fn, args, kwargs, self._policy_fn, self._options)
         _check_call(fn, kwargs)
@@ -203,7 +210,13 @@ class Checkpointing(Uncopied, Counted):
         return self._decide is None and not self._has_pool
 
     def run(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The region itself, outside of what torch.compile traces."""
+        """The region itself, outside of what torch.compile traces.
+
+        Args:
+            fn: what is run, and run again in backward.
+            args: its arguments.
+            kwargs: the same by name.
+        """
         if not torch.is_grad_enabled():
             return fn(*args, **kwargs)
         around = None if self._has_pool else current_scope() or _serving.get()

@@ -84,6 +84,13 @@ class Frame:
     """One tensor's bytes, losslessly encoded, on the device of the tensor.
 
     Made by :func:`encode` or :meth:`from_bytes`. Immutable; dropping it frees its memory.
+
+    Args:
+        frame_bytes: the frame as docs/format.md has it: uint8, of one dimension.
+        size: of the tensor.
+        stride: of the tensor, in elements.
+        dtype: of the tensor.
+        layout: of the frame; None: its header says it, and nobody has read that yet.
     """
 
     __slots__ = ("_bytes", "_dtype", "_layout", "_size", "_stride")

@@ -93,7 +93,13 @@ class Windows:
         return parse_bytes(self.max_pending_bytes, "Windows(max_pending_bytes=...)", auto=True)
 
     def engine(self, policy: Policy, pool: Pool | None, prefetch_bytes: int | None) -> Engine:
-        """A new engine that goes by these options. Arguments: those of :class:`Engine`."""
+        """A new engine that goes by these options.
+
+        Args:
+            policy: who decides which saved tensors move.
+            pool: where they go; None: a default pool of each device.
+            prefetch_bytes: how much is brought back ahead of backward; None: by what is saved.
+        """
         engine = Engine(policy, pool, prefetch_bytes, Schedule.WINDOWS)
         windows = engine.windows
         assert windows is not None  # of that schedule
@@ -107,6 +113,11 @@ class Window:
     """A stretch of time that is good for encoding and decoding; a context manager.
 
     Made by :func:`window` or :meth:`Manager.window`. It may be entered again, also in backward.
+
+    Args:
+        engine: whose encodes and decodes run in it; None: it does nothing.
+        seconds: how long the device will be busy; None: measured in the first steps.
+        name: under which it is measured.
     """
 
     def __init__(self, engine: Engine | None, seconds: float | None, name: str) -> None:

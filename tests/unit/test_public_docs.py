@@ -43,6 +43,70 @@ def test_everything_public_has_a_docstring(module: str) -> None:
     assert not silent, f"help() is silent about {module}: {silent}"
 
 
+#: Names of other systems, whose pages say what their arguments are; the command line's own parts.
+ELSEWHERE = ("compat", "cli")
+
+
+def takes_several(name: str, one: Any) -> bool:
+    """Whether a function has more than two parameters beside self."""
+    parameters = list(inspect.signature(one).parameters)
+    return len(parameters) - (parameters[:1] in (["self"], ["cls"])) > 2
+
+
+def others_define(kind: type, name: str) -> bool:
+    """Whether a method overrides one of another library's class, which documents it."""
+    bases = [one for one in kind.__mro__ if not one.__module__.startswith(("memswap", "builtins"))]
+    return any(name in vars(one) for one in bases if one.__module__ not in ("abc", "typing"))
+
+
+def functions_of(module: Any) -> list[tuple[str, Any, str]]:
+    """Public functions and methods that a module defines, and what is said of their arguments."""
+    found = []
+    for name, one in vars(module).items():
+        if name.startswith("_") or getattr(one, "__module__", None) != module.__name__:
+            continue
+        if inspect.isfunction(one):
+            found.append((name, one, inspect.getdoc(one) or ""))
+        elif inspect.isclass(one):
+            for method, value in vars(one).items():
+                value = getattr(value, "__func__", value)
+                if not inspect.isfunction(value) or others_define(one, method):
+                    continue
+                written = value.__code__.co_filename == module.__file__  # not by dataclass
+                if method == "__init__" and written:
+                    found.append((name, value, inspect.getdoc(one) or ""))
+                elif not method.startswith("_") and written:
+                    said = [getattr(base, method, None) for base in one.__mro__]  # it may inherit
+                    docs = "\n".join(inspect.getdoc(one) or "" for one in said if one is not None)
+                    found.append((f"{name}.{method}", value, docs))
+    return found
+
+
+def test_functions_of_several_parameters_say_what_each_is() -> None:
+    """`Args:` in the docstring, each parameter with a line of its own."""
+    silent, looked_at = [], 0
+    for path in sorted((ROOT / "python" / "memswap").rglob("*.py")):
+        parts = path.relative_to(ROOT / "python").with_suffix("").parts
+        if parts[1] in ELSEWHERE or parts[-1].startswith("__"):
+            continue
+        try:
+            module = import_module(".".join(parts))
+        except ModuleNotFoundError:  # an integration's library is not here
+            continue
+        for name, one, said in functions_of(module):
+            if not takes_several(name, one):
+                continue
+            looked_at += 1
+            lines = said.partition("Args:\n")[2]
+            rows = re.findall(r"^ +(\*{0,2}\w+(?:, \*{0,2}\w+)*):", lines, flags=re.MULTILINE)
+            named = set(re.findall(r"\w+", " ".join(rows)))
+            missing = inspect.signature(one).parameters.keys() - named - {"self", "cls"}
+            if missing:
+                silent.append(f"{module.__name__}.{name}: {sorted(missing)}")
+    assert looked_at > 150
+    assert not silent, "help() does not say what these are:\n" + "\n".join(silent)
+
+
 def test_each_reason_to_stay_is_explained() -> None:
     """``stats().kept`` says one of these words; docs/choosing.md says what it means."""
     package, native = ROOT / "python" / "memswap", ROOT / "csrc"

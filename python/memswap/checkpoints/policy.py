@@ -62,6 +62,15 @@ def keep_collectives(
     """A policy that saves what collectives gave and recomputes the rest.
 
     Recomputing then issues no collective a second time. To be called from other policies, too.
+
+    Args:
+        ctx: of the call, as torch gives it; not looked at.
+        op: the operator that has run, or is about to.
+        *args: its arguments; not looked at.
+        **kwargs: the same by name.
+
+    Returns:
+        ``MUST_SAVE`` for a collective, ``PREFER_RECOMPUTE`` for any other operator.
     """
     if is_collective(op):
         return CheckpointPolicy.MUST_SAVE
@@ -110,7 +119,15 @@ def torch_policy(
     *args: Any,
     **kwargs: Any,
 ) -> TorchPolicy:
-    """A policy in torch's words, for what torch.compile traces: what leaves is saved there."""
+    """A policy in torch's words, for what torch.compile traces: what leaves is saved there.
+
+    Args:
+        policy_fn: a policy in memswap's words.
+        ctx: of the call, as torch gives it.
+        op: the operator that is traced.
+        *args: its arguments.
+        **kwargs: the same by name.
+    """
     policy = meaning(policy_fn(ctx, op, *args, **kwargs), op)
     if policy in (CheckpointPolicy.MUST_SWAP, CheckpointPolicy.MUST_ENCODE):
         return TorchPolicy.MUST_SAVE

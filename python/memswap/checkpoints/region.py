@@ -74,7 +74,14 @@ class Region:
         return _Forward(self), _Replay(self)
 
     def take(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        """An operator of the forward gave this."""
+        """An operator of the forward gave this.
+
+        Args:
+            op: the operator.
+            args: what it was called with.
+            kwargs: the same by name.
+            output: what it gave: a tensor, or several in whatever nests them.
+        """
         number = self.calls[op]
         self.calls[op] += 1
         written = written_by(op, args, kwargs)
@@ -341,7 +348,13 @@ def _unpacked(leaf: Any, arguments: list[torch.Tensor]) -> Any:
 def looks(
     args: tuple[Any, ...], kwargs: dict[str, Any], but: list[torch.Tensor]
 ) -> list[tuple[tuple[int, ...], str]]:
-    """Shape and dtype of each tensor among the arguments, `but` for some."""
+    """Shape and dtype of each tensor among the arguments, `but` for some.
+
+    Args:
+        args: of a call, in whatever nests tensors.
+        kwargs: the same by name.
+        but: tensors that are left out.
+    """
     return [
         (tuple(one.shape), str(one.dtype))
         for one in tensors_in((args, kwargs))
@@ -365,6 +378,11 @@ def written_by(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[t
 
     Schemas say so, except those of c10d: there, an operator whose name ends in an underscore writes
     its first argument (torch/csrc/distributed/c10d/Ops.cpp).
+
+    Args:
+        op: the operator.
+        args: what it was called with.
+        kwargs: the same by name.
     """
     schema = getattr(op, "_schema", None)
     if schema is None:

@@ -61,6 +61,11 @@ def computed_from(tensors: Iterable[torch.Tensor], first: int, end: int) -> bool
 
     The nodes are this thread's. A node is younger than what it was computed from, so only nodes
     that were made since are looked at, and their parents.
+
+    Args:
+        tensors: that a backward pass begins with.
+        first: number of the first node.
+        end: number behind the last one.
     """
     waiting: list[Any] = [one.grad_fn for one in tensors if one.grad_fn is not None]
     seen = set()

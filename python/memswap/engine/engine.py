@@ -230,7 +230,11 @@ class Engine(native.Engine):
     ) -> Action | None:
         """The action that the policy's function names for a storage; None: what suits the device.
 
-        `nbytes` are the tensor's.
+        Args:
+            tensor: that is saved.
+            unit: name of the unit that saves it.
+            nbytes: of the tensor.
+            storage_nbytes: of the storage behind it.
         """
         return self.policy.decide(tensor, TensorInfo(unit, nbytes, storage_nbytes))
 

@@ -50,7 +50,13 @@ class Given:
 
 
 class Parts:
-    """The handle of a wrapper subclass (DTensor and its like), whose inner tensors move."""
+    """The handle of a wrapper subclass (DTensor and its like), whose inner tensors move.
+
+    Args:
+        tensor: the subclass's.
+        parts: handles of what moves, and what is kept as it is, by the names of its inner tensors.
+        context: what its class rebuilds it with (`__tensor_flatten__`).
+    """
 
     __slots__ = ("context", "guard", "kind", "outer_size", "outer_stride", "parts")
 

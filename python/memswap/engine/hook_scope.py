@@ -93,7 +93,13 @@ class HookScope(native.HookScope):
         self.covered = action is not None or engine.policy.covers(unit)
 
     def within(self, unit: str, action: Action | None, group: int | None) -> HookScope:
-        """Another scope for a part of what this one is for: a region of a checkpoint."""
+        """Another scope for a part of what this one is for: a region of a checkpoint.
+
+        Args:
+            unit: name of the part.
+            action: what to do with all that is packed, instead of what the policy says.
+            group: the region's number.
+        """
         return HookScope(self.engine, unit, action, group, self.batch)
 
     def enter(self, call: FrameType | None = None) -> None:

@@ -23,10 +23,16 @@ _SIZE = re.compile(r"\s*(\d+(?:_\d+)*(?:\.\d+)?|\.\d+)\s*([a-z]*)\s*", re.IGNORE
 def parse_bytes(size: int | str, argument: str = "", *, auto: bool = False) -> int:
     """Bytes of a size such as ``"24GiB"``, ``"512 MiB"``, ``"1.5GB"``, ``"4096B"`` or ``4096``.
 
-    Fractions of a byte are cut off. Raises ValueError for anything else: a negative number, more
-    than 2**63 - 1, an unknown unit, a bool, or a float or digits alone (``"24"``), whose unit could
-    only be guessed; ``"0"`` needs none. The error names the `argument`, and says whether it could
-    be ``"auto"``.
+    Fractions of a byte are cut off.
+
+    Args:
+        size: a text or a number of bytes.
+        argument: whose value it is, for messages.
+        auto: whether the caller takes ``"auto"`` as well, for messages.
+
+    Raises:
+        ValueError: a negative number, more than 2**63 - 1, an unknown unit, a bool, or a float or
+            digits alone (``"24"``), whose unit could only be guessed; ``"0"`` needs none.
     """
     named = f"{argument}: " if argument else ""
     if isinstance(size, int) and not isinstance(size, bool):

@@ -32,6 +32,11 @@ class OperatorWindows:
     In forward the hooks of the operator's module do, in backward a pre-hook of its autograd node.
     Inside a compiled region module hooks fold away; a unit whose operators did not show opens one
     window for itself.
+
+    Args:
+        engine: whose encodes and decodes wait.
+        units: the managed modules, by name.
+        options: which operators count, and what is known of their time.
     """
 
     def __init__(self, engine: Engine, units: Mapping[str, nn.Module], options: Windows) -> None:

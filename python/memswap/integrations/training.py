@@ -292,7 +292,20 @@ def check_terms(
     windows: Windows | None,
     group: ProcessGroup | str | None,
 ) -> None:
-    """Raise what `manage` would raise of these: before a model is loaded, and not after."""
+    """Raise what `manage` would raise of these: before a model is loaded, and not after.
+
+    Args:
+        policy: as `manage` takes it, like the others.
+        budget: bytes, a share, ``"auto"`` or ``"device:..."``.
+        pool: where swapped tensors go.
+        prefetch_bytes: a size, or ``"auto"``.
+        windows: what encodes and decodes wait for.
+        group: of ranks that plan together.
+
+    Raises:
+        TypeError: one of them is of another kind.
+        ValueError: one of them cannot be read.
+    """
     checked_policy(policy)
     check_pool(pool)
     check_windows(windows)

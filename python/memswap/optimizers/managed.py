@@ -203,7 +203,16 @@ def managed_optimizer(optimizer: Optimizer) -> ManagedOptimizer | None:
 
 
 class ManagedOptimizer(Uncopied):
-    """An optimizer whose state is away between steps. Made by :func:`memswap.manage_optimizer`."""
+    """An optimizer whose state is away between steps. Made by :func:`memswap.manage_optimizer`.
+
+    Args:
+        optimizer: whose state it is.
+        action: what is done with state; None: what suits its device.
+        pool: where the bytes go; None: a default pool of the device.
+        room_bytes: most bytes of the device in a step; None: a share of the state.
+        chunked: whether steps go chunk by chunk; None: for classes that are known to.
+        min_bytes: shorter tensors stay.
+    """
 
     def __init__(
         self,

@@ -120,7 +120,12 @@ def chunks_of(
 ) -> list[Chunk]:
     """All parameters in their order, in chunks of at most `chunk_bytes`, or of one parameter.
 
-    Those whose state stays (`staying`, by `id`) are in chunks as well, for what a step allocates.
+    Those whose state stays are in chunks as well, for what a step allocates.
+
+    Args:
+        optimizer: whose parameters they are.
+        chunk_bytes: most bytes of state in a chunk.
+        staying: parameters whose state stays, by `id`.
     """
     chunks: list[Chunk] = []
     for number, group in enumerate(optimizer.param_groups):
@@ -352,7 +357,13 @@ def is_view(optimizer: object) -> bool:
 def new_view(
     kind: type[Optimizer], optimizer: Optimizer, groups: list[dict[str, Any]]
 ) -> Optimizer:
-    """A view (of `view_class`) of an optimizer: all attributes are shared but the groups."""
+    """A view (of `view_class`) of an optimizer: all attributes are shared but the groups.
+
+    Args:
+        kind: what `view_class` made of the optimizer's class.
+        optimizer: that is looked at.
+        groups: that the view has in place of its own.
+    """
     view: Any = object.__new__(kind)
     view.__dict__ = optimizer.__dict__
     view._memswap_groups = groups

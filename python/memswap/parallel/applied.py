@@ -379,7 +379,13 @@ class AppliedContext:
 
 
 class AttentionCall:
-    """One call of an attention module: the scope that ModuleHooks tells of begin and end."""
+    """One call of an attention module: the scope that ModuleHooks tells of begin and end.
+
+    Args:
+        applied: what is applied to the module.
+        args: of its forward.
+        kwargs: the same by name.
+    """
 
     def __init__(self, applied: AppliedContext, args: Any, kwargs: Any) -> None:
         self._applied = applied

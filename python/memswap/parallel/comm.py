@@ -157,7 +157,7 @@ class WorkTicket:
         self._work, self._tensors = None, ()
 
 
-class ProcessGroupComm:
+class ProcessGroupComm(Comm):
     """The collectives of a torch.distributed process group: NCCL, HCCL, gloo. See :class:`Comm`.
 
     Args:

@@ -141,7 +141,13 @@ class Arguments:
     def hand_out(
         self, tensors: Mapping[Role, torch.Tensor], args: list[Any], kwargs: dict[str, Any]
     ) -> None:
-        """Put the tensors that attention gets in the places of those that it was called with."""
+        """Put the tensors that attention gets in the places of those that it was called with.
+
+        Args:
+            tensors: by their roles: q, and k and v or both as kv.
+            args: of the module's forward, which is changed in place.
+            kwargs: the same by name.
+        """
         places = self.places(args, kwargs)
         if places.keys() <= tensors.keys():
             for role, (where, key) in places.items():

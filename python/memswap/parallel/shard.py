@@ -287,6 +287,12 @@ class UnitCall:
     A frozen weight is read by operators that lead to no gradient of the unit's own. They lead to
     the call's inputs; only when those have their gradients has backward left the unit. So the
     backward of a call of a unit with frozen parameters is open until then.
+
+    Args:
+        hooks: of the unit.
+        module: whose forward it is.
+        args: of that forward.
+        kwargs: the same by name.
     """
 
     def __init__(self, hooks: UnitHooks, module: nn.Module, args: Any, kwargs: Any) -> None:

@@ -127,7 +127,13 @@ class SlotPool:
         return self._lent(Lease(owner, slot.memory, slot, slot.epoch))
 
     def allocate(self, owner: str, nbytes: int, device: torch.device) -> Lease:
-        """Lend memory beside the slots; the arguments are those of `take`."""
+        """Lend memory beside the slots.
+
+        Args:
+            owner: name of the unit, for messages.
+            nbytes: that it needs.
+            device: where.
+        """
         return self._lent(Lease(owner, self._new(nbytes, device), None, 0))
 
     def release(self, lease: Lease) -> None:

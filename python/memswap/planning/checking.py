@@ -57,7 +57,16 @@ def recorded_step(
     fixed: bool,
     on_disk: bool,
 ) -> Step | None:
-    """What a record says; None where it is no step, which is no reason to stop training."""
+    """What a record says; None where it is no step, which is no reason to stop training.
+
+    Args:
+        record: of an iteration that had its backward.
+        timing: what was watched in that iteration.
+        rates: of the machine.
+        expectations: of frames' lengths.
+        fixed: whether the policy names the action, and the plan only whether.
+        on_disk: whether swapped bytes go to files.
+    """
     try:
         step = step_of(record, expectations, timing.device, fixed, on_disk, timing.recipes)
     except ValueError:
@@ -123,7 +132,14 @@ def checked(
 
 
 def plain(timing: Timing, about: Known, as_planned: bool, own: Basis) -> tuple[Basis, None]:
-    """The same of an iteration in which everything stayed: what it took, to compare a plan with."""
+    """The same of an iteration in which everything stayed: what it took, to compare a plan with.
+
+    Args:
+        timing: what was watched in the iteration.
+        about: what is known of steps of this kind, with a plan in force.
+        as_planned: whether it saved what the plan expects.
+        own: what this rank knew before.
+    """
     assert about.in_force is not None
     record = finished(timing) if as_planned else None
     sample = None if record is None else sample_of(record, [True] * len(record.nbytes))

@@ -47,6 +47,11 @@ class Hardware:
     ) -> float:
         """Seconds of ``torch.matmul`` of two shapes: by arithmetic, or by memory if that is longer.
 
+        Args:
+            left: shape of the left tensor.
+            right: shape of the right one.
+            dtype: of both.
+
         Raises:
             ValueError: the shapes cannot be multiplied.
         """
@@ -129,6 +134,13 @@ def collective_s(
 
     A group whose size is not in the table gets the lower rate of the two next to it, or that of the
     nearest. A rate of 0 in a table means that nobody measured it, not that it takes for ever.
+
+    Args:
+        bytes_per_s: a table of rates, by the size of a group.
+        nbytes: as the rates count them: of an all-gather's result, of what a rank brings to an
+            all-to-all.
+        group_size: ranks.
+        what: the collective, as messages name it.
 
     Raises:
         ValueError: the table is empty, or the group is.

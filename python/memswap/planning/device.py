@@ -357,7 +357,17 @@ def device_plan(
     flights: int,
     stays_bytes: int,
 ) -> DevicePlan:
-    """A plan for activations, and what else is on the device under it."""
+    """A plan for activations, and what else is on the device under it.
+
+    Args:
+        plan: for the activations alone.
+        rates: of the machine.
+        budget: as it was asked for: ``"device:70GiB"``.
+        terms: what a plan for the device has to meet.
+        workspace: bytes that were on the device beside saved storages, mark by mark.
+        flights: forwards that wait for their backward at a time.
+        stays_bytes: of optimizer state, between steps.
+    """
     actions = {index: one.action for index, one in enumerate(plan.storages)}
     resident = replay(plan.step, rates, actions, plan.limit_bytes).resident_bytes
     extra = plan.step.extra_nbytes or (0,) * len(resident)
@@ -394,7 +404,16 @@ def device_plan(
 
 
 def in_step(terms: DeviceTerms, state: StateTerms, stays_bytes: int) -> tuple[int, ...]:
-    """What is on the device in a step of the optimizer, by kind."""
+    """What is on the device in a step of the optimizer, by kind.
+
+    Args:
+        terms: what a plan for the device has to meet.
+        state: what is known of the optimizer's state.
+        stays_bytes: of that state, between steps.
+
+    Returns:
+        Bytes, in the order of `KINDS`.
+    """
     chunks = 0 if stays_bytes == state.nbytes else state.step_state_bytes
     beside = state.step_peak_bytes - state.step_state_bytes
     weights, gradients, rest = _apart(beside, terms.weights_bytes, terms.gradients_bytes)
@@ -419,7 +438,9 @@ def smallest_of_device(terms: DeviceTerms, plan: DevicePlan, flights: int) -> tu
     """The smallest budget that could be met, and where it is needed.
 
     Args:
+        terms: what no plan meets.
         plan: the one that comes closest, with all state away.
+        flights: forwards that wait for their backward at a time.
     """
     base = min(plan.step.extra_nbytes, default=0)
     needed = (plan.peak_bytes - base) * flights + base, "forward and backward"
@@ -430,7 +451,13 @@ def smallest_of_device(terms: DeviceTerms, plan: DevicePlan, flights: int) -> tu
 
 
 def too_small_for_device(terms: DeviceTerms, smallest_bytes: int, where: str) -> BudgetError:
-    """What is raised where no plan meets a budget for the whole device."""
+    """What is raised where no plan meets a budget for the whole device.
+
+    Args:
+        terms: what no plan meets.
+        smallest_bytes: the smallest budget that can be met.
+        where: what needs that much, in words.
+    """
     rest = smallest_bytes - terms.weights_bytes - terms.gradients_bytes
     return BudgetError(
         f"a budget of {format_bytes(terms.nbytes)} ({terms.nbytes} bytes) for everything on the "

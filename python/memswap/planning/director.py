@@ -190,7 +190,16 @@ class BudgetDirector:
         action: Action,
         insists: bool,
     ) -> Action | None:
-        """The plan's action, or what learning needs, or None."""
+        """The plan's action, or what learning needs, or None.
+
+        Args:
+            tensor: that is saved.
+            unit: that saves it.
+            ordinal: among the storages that the unit saves.
+            nbytes: of the storage.
+            action: the policy's, or who saves.
+            insists: whether who saves has an action of its own; then nothing changes it.
+        """
         iteration = self._engine.iteration
         key = Key(unit, ordinal, nbytes, tensor.dtype)
         one = self._of(iteration) or self._begin(iteration, key, tensor.device)

@@ -317,6 +317,11 @@ class Learner:
         """Have a kind that has seen nothing yet planned for with what is known of another one.
 
         Nothing where that would not do: then it learns for itself.
+
+        Args:
+            kind: that has seen nothing yet.
+            lender: another one, with a plan in force.
+            device: whose storages they are.
         """
         about, lent = lender.known, lender.known.in_force
         assert lent is not None and about.full is not None

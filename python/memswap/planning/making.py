@@ -192,6 +192,13 @@ def _with_trial(known: Known, rates: Rates, terms: Terms) -> Known | None:
 def planned(known: Known, step: Step, rates: Rates, keys: tuple[Key, ...], terms: Terms) -> Made:
     """Plan with a step whose regions are on as they shall be (`known.trial`).
 
+    Args:
+        known: of steps of this kind.
+        step: to plan.
+        rates: of the machine.
+        keys: of the step's storages.
+        terms: what the plan has to meet.
+
     Raises:
         BudgetError: no plan meets the budget, and `terms.must_fit`.
     """
@@ -255,7 +262,13 @@ def _planned_for_device(
 
 
 def limit_of(known: Known, rates: Rates, terms: Terms) -> int:
-    """Bytes that each iteration in flight may have, under a budget that is not ``"auto"``."""
+    """Bytes that each iteration in flight may have, under a budget that is not ``"auto"``.
+
+    Args:
+        known: of steps of this kind.
+        rates: of the machine.
+        terms: what plans have to meet.
+    """
     if terms.device is not None:  # with all of the optimizer's state away
         assert known.workspace is not None
         return terms.device.room(min(known.workspace.extra_nbytes), 0, terms.flights)

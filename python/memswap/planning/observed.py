@@ -108,7 +108,13 @@ def step_of(
 
 
 def without_copies(step: Step, record: IterationRecord, rates: Rates) -> Step:
-    """A step as if nothing had moved, where what moved took processors from compute."""
+    """A step as if nothing had moved, where what moved took processors from compute.
+
+    Args:
+        step: as it was recorded.
+        record: of that iteration.
+        rates: of the machine, which say what share copies take of compute.
+    """
     columns = (record.nbytes, record.actions, record.moved, record.last_demand)
     copied = [
         nbytes
@@ -125,7 +131,13 @@ def without_copies(step: Step, record: IterationRecord, rates: Rates) -> Step:
 
 
 def reframed(step: Step, keys: tuple[Key, ...], expectations: Expectations) -> Step:
-    """The same step with frames as they are expected by now."""
+    """The same step with frames as they are expected by now.
+
+    Args:
+        step: as it was recorded.
+        keys: of its storages, in their order.
+        expectations: of frames' lengths.
+    """
     sizes = [expectations.sizes(key) or UNSEEN for key in keys]
     pairs = zip(step.storages, sizes, strict=True)
     return replace(
@@ -138,7 +150,14 @@ def reframed(step: Step, keys: tuple[Key, ...], expectations: Expectations) -> S
 
 
 def allowed(action: Action, device: torch.device, fixed: bool, on_disk: bool) -> tuple[Action, ...]:
-    """What the planner may do with a storage that the policy would treat like this."""
+    """What the planner may do with a storage that the policy would treat like this.
+
+    Args:
+        action: of the policy.
+        device: where the storage is.
+        fixed: whether the policy names the action, and the plan only whether.
+        on_disk: whether swapped bytes go to files.
+    """
     if action is Action.KEEP:
         return ()
     if fixed:
@@ -198,7 +217,9 @@ def linked(rates: Rates, record: IterationRecord, late: bool) -> Rates:
     slower only if compute has waited for it as well.
 
     Args:
-        late: whether it has, for longer than was predicted.
+        rates: those that the iteration was planned with.
+        record: of the iteration.
+        late: whether compute has waited, for longer than was predicted.
     """
     values: dict[str, Any] = {}
     for way, copies in (("d2h", record.sends), ("h2d", record.fetches)):

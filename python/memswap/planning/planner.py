@@ -75,7 +75,14 @@ def make_plan(
 def too_small(
     budget: int, smallest_bytes: int, room_bytes: float = inf, asked: int | str = 0
 ) -> BudgetError:
-    """What is raised where no plan meets a budget, which may have been asked for as a share."""
+    """What is raised where no plan meets a budget, which may have been asked for as a share.
+
+    Args:
+        budget: bytes.
+        smallest_bytes: the smallest budget that can be met.
+        room_bytes: most bytes that the pool may hold.
+        asked: the budget as it was asked for.
+    """
     share = share_of(asked)
     least = "" if share is None else f", '{ceil(100 * share * smallest_bytes / budget)}%'"
     pool = f", with {format_bytes(room_bytes)} of room in the pool" if room_bytes < inf else ""
@@ -94,6 +101,15 @@ def regions_for(
     """Which regions to recompute under a budget.
 
     Where no plan meets it: those that leave the smallest peak, and that peak.
+
+    Args:
+        step: with all regions on or off, as it was recorded.
+        rates: of the machine.
+        limit_bytes: most bytes at the peak.
+        room_bytes: most bytes that the pool may hold.
+
+    Returns:
+        Units, and the smallest peak in bytes; None where the budget can be met.
     """
     best = chosen(step, rates, limit_bytes, room_bytes)
     return smallest(step, rates, room_bytes) if best.found.over_bytes else (best.units, None)
@@ -194,7 +210,13 @@ def recomputed(candidate: Candidate) -> list[int]:
 
 
 def without(search: Search, best: Candidate, left_out: Collection[int]) -> tuple[Search, Candidate]:
-    """A candidate for the step in which what it does not use is not saved."""
+    """A candidate for the step in which what it does not use is not saved.
+
+    Args:
+        search: of the step.
+        best: the candidate.
+        left_out: storages, by their places.
+    """
     left = [index for index in range(len(search.step.storages)) if index not in left_out]
     choice = {new: best.choice[old] for new, old in enumerate(left) if old in best.choice}
     search = Search(search.step.without(left_out), search.rates, room_bytes=search.room_bytes)

@@ -67,15 +67,20 @@ class Policy:
        ``Action.RECOMPUTE`` what has no recipe is encoded or swapped like this; so is everything in
        groups, chains, pipelines and checkpoint regions, which recompute nothing by the tensor yet.
 
-    ``recipes``: whether ``action=None`` may recompute (docs/recompute.md): on a CPU, and under a
-    budget, where the plan chooses for each tensor. False turns that off.
-
-    ``operators``: names of operators of your own (``"mylib::gated_silu"``) that
-    ``Action.RECOMPUTE`` may run again, beside those that memswap knows (docs/recompute.md). They
-    are as cheap as a pointwise operator, and the same inputs give the same bits.
-
     What an action cannot do for a tensor (no room, no codec for the device, a tensor that does not
     shrink) leaves the tensor where it is; :attr:`Stats.kept` says how often and why.
+
+    Args:
+        action: what is done with what nothing above decides (4).
+        min_bytes: a size: storages of fewer bytes stay (1).
+        include: patterns of units whose tensors move (2); none: of all units.
+        exclude: patterns of units whose tensors stay (2).
+        fn: ``fn(tensor, info)``, with a :class:`TensorInfo`, returns an :class:`Action` (3).
+        operators: names of operators of your own (``"mylib::gated_silu"``) that
+            ``Action.RECOMPUTE`` may run again, beside those that memswap knows (docs/recompute.md).
+            They are as cheap as a pointwise operator, and the same inputs give the same bits.
+        recipes: whether ``action=None`` may recompute (docs/recompute.md): on a CPU, and under a
+            budget, where the plan chooses for each tensor. False turns that off.
 
     Raises:
         TypeError: ``action`` is no :class:`Action` and no name, ``fn`` is not callable, a pattern
@@ -152,7 +157,16 @@ class Restricted(Policy):
 
 
 def strings(found: object, name: str, what: str) -> tuple[str, ...]:
-    """One text or several, as a tuple."""
+    """One text or several, as a tuple.
+
+    Args:
+        found: what was given.
+        name: of the argument, for messages.
+        what: was expected, for messages.
+
+    Raises:
+        TypeError: it is something else.
+    """
     if isinstance(found, Iterable):
         several = (found,) if isinstance(found, str) else tuple(found)
         if all(isinstance(one, str) for one in several):
@@ -175,7 +189,17 @@ def checked_operators(operators: object) -> tuple[str, ...]:
 def named_action(
     action: object, caller: str = "Policy", actions: Iterable[Action] = Action
 ) -> Action:
-    """An action, which may be given by its name, of those that the caller knows."""
+    """An action, which may be given by its name, of those that the caller knows.
+
+    Args:
+        action: an action, or its name.
+        caller: for messages.
+        actions: that the caller knows.
+
+    Raises:
+        TypeError: it is neither an action nor a text.
+        ValueError: the caller does not know it.
+    """
     names = [one.value for one in actions]
     name = action.value if isinstance(action, Action) else action
     if not isinstance(name, str):

@@ -174,7 +174,13 @@ def read(file: Path, measured_on: dict[str, Any]) -> Rates | None:
 
 
 def write(file: Path, measured_on: dict[str, Any], rates: Rates) -> None:
-    """Remember figures. A folder that cannot be written is told, and costs a second next time."""
+    """Remember figures. A folder that cannot be written is told, and costs a second next time.
+
+    Args:
+        file: where to.
+        measured_on: what the figures depend on: machine, device, versions.
+        rates: the figures.
+    """
     content = {"measured_on": measured_on, "rates": rates.as_dict()}
     try:
         file.parent.mkdir(parents=True, exist_ok=True)

@@ -43,6 +43,12 @@ def chosen(step: Step, rates: Rates, limit_bytes: float, room_bytes: float = inf
 
     Sets that take less time to recompute are looked at first: once a set meets the limit, those
     whose recomputation alone takes longer than all that it costs are out.
+
+    Args:
+        step: with what each region saves.
+        rates: of the machine.
+        limit_bytes: most bytes at the peak.
+        room_bytes: most bytes that the pool may hold.
     """
     sets = [(units, under(step, units)) for units in candidates(step)]
     best: Choice | None = None
@@ -61,7 +67,13 @@ def chosen(step: Step, rates: Rates, limit_bytes: float, room_bytes: float = inf
 
 
 def smallest(step: Step, rates: Rates, room_bytes: float = inf) -> tuple[tuple[str, ...], int]:
-    """The regions whose recomputation leaves the smallest peak, and that peak."""
+    """The regions whose recomputation leaves the smallest peak, and that peak.
+
+    Args:
+        step: with what each region saves.
+        rates: of the machine.
+        room_bytes: most bytes that the pool may hold.
+    """
     found = (
         (units, Search(under(step, units), rates, room_bytes=room_bytes))
         for units in candidates(step)

@@ -133,7 +133,14 @@ class Timetable:
 def timetable(
     step: Step, rates: Rates, actions: Mapping[int, Action], budget_bytes: float = inf
 ) -> Timetable:
-    """What `replay` goes through, with its arguments."""
+    """What `replay` goes through, with its arguments.
+
+    Args:
+        step: to go through.
+        rates: of the machine.
+        actions: of storages, by their places; the others stay.
+        budget_bytes: that what starts back stays below.
+    """
     column = encoded(actions, len(step.storages))
     found = native.replay(columns_of(step), machine(rates), column, whole(budget_bytes), spans=True)
     return Timetable(

@@ -73,7 +73,12 @@ class Candidate:
 class Search:
     """One step on one machine.
 
-    `room_bytes`: most bytes that may be in the pool at a time, which is at the end of the forward.
+    Args:
+        step: to plan.
+        rates: of the machine.
+        exact_choices: as many combinations of actions are compared one by one.
+        room_bytes: most bytes that may be in the pool at a time, which is at the end of the
+            forward.
     """
 
     def __init__(

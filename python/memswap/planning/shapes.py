@@ -124,7 +124,13 @@ def largest_alike(nbytes: int) -> int:
 
 
 def resized(step: Step, nbytes: int, of_nbytes: int) -> Step:
-    """A step as it would be if what takes `of_nbytes` took `nbytes`."""
+    """A step as it would be if what takes `of_nbytes` took `nbytes`.
+
+    Args:
+        step: as it was recorded.
+        nbytes: of what the other one saves first.
+        of_nbytes: of what this one saves first.
+    """
 
     def grown(number: int) -> int:
         return -(-number * nbytes // of_nbytes)

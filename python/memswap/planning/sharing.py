@@ -83,6 +83,7 @@ def taken_s(sizes: Iterable[int], rates: Rates, measured_s: float) -> float:
 
     Args:
         sizes: bytes of each storage that went and came back.
+        rates: of the machine.
         measured_s: how long compute took. A share s of copying is at most s / (1 + s) of that:
             copies take no more than while they run.
     """

@@ -137,7 +137,13 @@ def comparison(kind: StepKind) -> Holding | None:
 
 
 def sampled(kind: StepKind, sample: Sample, rates: Rates) -> Anew | None:
-    """One more iteration under the plan was timed. What follows if that costs too much."""
+    """One more iteration under the plan was timed. What follows if that costs too much.
+
+    Args:
+        kind: of the step.
+        sample: what the iteration took.
+        rates: of the machine, as the iteration has shown them.
+    """
     if kind.holding is None and kind.measured.held and sample.cost_s > allowed_s(kind):
         kind.holding = comparison(kind)
     if kind.holding is None:

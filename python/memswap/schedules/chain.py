@@ -57,7 +57,14 @@ class _Reached:
 
 
 class LayersAhead(BatchSchedule):
-    """The schedule of [Note: The chain]. Arguments: those of :func:`chain`."""
+    """The schedule of [Note: The chain].
+
+    Args:
+        layers: in the order of their forwards, by name.
+        policy: which saved tensors move, and how.
+        pool: where they go; None: a default pool of each device.
+        distance: how many layers ahead of backward are brought back.
+    """
 
     def __init__(
         self, layers: Mapping[str, nn.Module], policy: Policy, pool: Pool | None, distance: int

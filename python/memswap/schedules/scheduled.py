@@ -103,6 +103,11 @@ class BatchSchedule(Schedule):
 class ScheduledModules(Managed):
     """Modules under a schedule: statistics, a report, pause and resume, and the way to end it.
 
+    Args:
+        modules: what is managed, by name.
+        schedule: when what they save moves.
+        door: the function that was called, as messages name it.
+
     Attributes:
         schedule: when what they save moves: a :class:`~memswap.schedules.chain.LayersAhead`,
             :class:`~memswap.schedules.towers.Towers` or :class:`~memswap.schedules.pipeline.Slots`.
