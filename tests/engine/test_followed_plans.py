@@ -1,4 +1,4 @@
-"""Scripts: an engine that follows a plan by itself does what the director would have it do."""
+"""Plans that are followed: an engine does by itself what the director would have it do."""
 
 from __future__ import annotations
 
@@ -217,7 +217,7 @@ def test_backwards_that_take_turns_each_follow_their_own_plan(device, new_pool, 
         assert manager.plan.measured_peak_bytes <= budget
 
 
-def test_a_script_says_what_is_wrong_with_it():
+def test_a_plan_says_what_is_wrong_with_it():
     cpu = torch.device("cpu")
 
     def made(
