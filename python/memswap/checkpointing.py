@@ -91,7 +91,7 @@ def checkpoint(
 
     Args:
         fn: the function or module. It must do the same when it is run again.
-        *args, **kwargs: what it is called with.
+        *args: what it is called with.
         policy_fn: ``policy_fn(ctx, op, *args, **kwargs)`` returns for each operator's output a
             :class:`CheckpointPolicy`, one of torch's, or a bool (whether to save). Or a list of
             operators to save. It is called in the forward only. None: everything is recomputed.
@@ -105,6 +105,7 @@ def checkpoint(
             and the arguments of what is not, with the forward; ``"none"`` does not.
         preserve_rng_state: whether random operators draw what they drew in the forward.
         early_stop: whether recomputation ends with the last tensor that backward needs.
+        **kwargs: what ``fn`` is called with by name.
 
     Returns:
         What ``fn`` returns. Without gradients enabled, nothing is saved and nothing recomputed.

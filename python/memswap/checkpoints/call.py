@@ -60,7 +60,8 @@ def flattened(
 
     Args:
         fn: the user's function.
-        args, kwargs: what it is called with.
+        args: what it is called with.
+        kwargs: the same by name.
 
     Returns:
         A function, and the arguments to call it with.

@@ -101,9 +101,14 @@ def attend_ranges(
     """Causal attention range by range, each against the keys that it may see.
 
     Args:
-        query, key, value, ranges: as :func:`causal_attention` takes them.
+        query: ``[..., heads, queries, size]``, the tokens of ``ranges`` in that order.
+        key: ``[..., kv_heads, keys, size]``, the whole sequence in its natural order.
+        value: as ``key``.
+        ranges: ``(start, stop)`` in the sequence.
         diagonal: the query at position ``p`` of the sequence sees the keys up to ``p + diagonal``.
-        dropout_p, scale, enable_gqa: of ``scaled_dot_product_attention``.
+        dropout_p: share of the attention weights that are dropped.
+        scale: factor of the scores; None is ``1 / sqrt(size)``.
+        enable_gqa: whether there may be fewer heads of keys and values than of queries.
 
     Returns:
         ``[..., heads, queries, size]``.

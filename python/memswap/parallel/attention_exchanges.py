@@ -61,7 +61,8 @@ class AttentionExchanges:
     Attributes:
         roles: the tensors that attention gets.
         heads: query heads of the whole model; None until they are given or seen.
-        style, mesh: as given.
+        style: as given.
+        mesh: as given.
         parts_ways: whether queries leave a packed tensor, since keys alone are gathered.
         cause: why the next exchange is launched when it is.
         launches: by collective and label, in the order in which they came first.

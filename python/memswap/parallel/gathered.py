@@ -123,7 +123,8 @@ class GatheredAttention:
         Args:
             given: this rank's tensors, before they are exchanged.
             lengths: those with which the module is about to be called.
-            args, kwargs: all arguments.
+            args: all arguments.
+            kwargs: the same by name.
 
         Returns:
             Whether it is to get the keys up to its last query only: see [Note: Placed queries].

@@ -73,7 +73,8 @@ class PositionTrial:
         arguments: of its forward.
         given: this rank's tensors, before they are exchanged.
         real: lengths of the call.
-        args, kwargs: all arguments of the call.
+        args: all arguments of the call.
+        kwargs: the same by name.
     """
 
     def __init__(

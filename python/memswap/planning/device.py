@@ -327,7 +327,8 @@ def plan_for_device(
         terms: what has to be met.
         workspace: what is on the device beside saved activations.
         flights: forwards that wait for their backward at a time.
-        full, recompute: as `make_plan` takes them.
+        full: of a step that was recorded with regions on, the step with all of them off.
+        recompute: the regions that were on.
         room_bytes: most bytes that the pool has for the step.
     """
     base = min(step.extra_nbytes, default=0)

@@ -360,7 +360,8 @@ class StepKind:
         Args:
             plan: the one in force, or the one under which everything stays that it is compared with
                 (`holding`).
-            transfers, least_bytes: see `Followed`.
+            transfers: of the device that it is for.
+            least_bytes: storages of fewer stay.
         """
         if (ready := self.ready(plan)) is not None:
             return ready

@@ -55,8 +55,13 @@ class Learner:
     training]).
 
     Args:
+        engine: whose iterations are planned for.
+        budget: bytes, a share, or ``"auto"``.
+        rates: the machine's; None: measured when they are needed first.
+        group: a process group whose ranks plan together.
         fixed: whether the policy says how storages move.
-        engine, budget, rates, group, pool, device: as the director has them.
+        pool: the user's, or None.
+        device: what is on the device, where the budget is for all of it.
     """
 
     def __init__(

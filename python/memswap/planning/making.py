@@ -91,7 +91,8 @@ def from_record(
     """Plan with an iteration that was recorded while learning, as all ranks do it.
 
     Args:
-        record, timing: of the iteration; no record: it had no backward.
+        record: of the iteration; None: it had no backward.
+        timing: what was watched in it.
         known: of its kind.
         machine: that it was recorded on.
         expectations: of frames.

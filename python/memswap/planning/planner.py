@@ -46,8 +46,8 @@ def make_plan(
             ``"auto"``: the smallest peak that makes the step longer by 1 % at most. Recomputing
             takes longer.
         at_least: for a budget that cannot be met, the plan that comes closest, and no error.
-        full, recompute: for a step that was recorded with regions on: the step with all of them
-            off, and which were on.
+        full: of a step that was recorded with regions on, the step with all of them off.
+        recompute: the regions that were on.
         room_bytes: most bytes that the pool has for the step.
         slowdown: the share of a step's time that ``"auto"`` may take.
 

@@ -147,9 +147,13 @@ class Slots(BatchSchedule):
     """The schedule of [Note: Slots].
 
     Args:
-        modules, stages: of this rank, by name: the modules, and the stages' numbers.
+        modules: of this rank, by name.
+        stages: numbers of the modules' stages, by the same names.
         planned: orders of actions that are known beforehand.
-        ahead, min_gap, policy, pool: those of :func:`manage_pipeline`.
+        ahead: how many actions before its backward a chunk is loaded.
+        min_gap: a chunk whose backward is fewer actions away stays.
+        policy: which saved tensors move, and how.
+        pool: where they go; None: a default pool of each device.
     """
 
     def __init__(

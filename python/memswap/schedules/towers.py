@@ -97,7 +97,9 @@ class Tower(Counted):
 
     Args:
         units: the modules, by name.
-        policy, pool, prefetch: those of :func:`swap_modules`.
+        policy: which saved tensors move, and how.
+        pool: where they go; None: a default pool of each device.
+        prefetch: whether bytes come back ahead of their use.
         inputs: notes what modules are called with; None: nobody asks.
 
     Attributes:
