@@ -178,7 +178,16 @@ def with_memswap(
     activations_away: int,
     name: str = "with memswap",
 ) -> Choice:
-    """What a step takes under one number, with so many bytes of state and activations away."""
+    """What a step takes under one number, with so many bytes of state and activations away.
+
+    Args:
+        sizes: bytes of what a step has, by kind.
+        device: that it is predicted for.
+        limit: bytes of the device.
+        state_away: bytes of optimizer state that are away between steps.
+        activations_away: bytes of saved activations that move.
+        name: of the choice, in the table.
+    """
     return _choice(sizes, device, name, limit, state_away, activations_away)
 
 
@@ -243,13 +252,25 @@ def _in_step(sizes: Sizes, limit: int, state_away: int) -> tuple[int, int]:
 
 
 def least(sizes: Sizes, device: Hardware, limit: int) -> Choice:
-    """With everything away that can be."""
+    """With everything away that can be.
+
+    Args:
+        sizes: bytes of what a step has, by kind.
+        device: that it is predicted for.
+        limit: bytes of the device.
+    """
     name = "all away that can be"
     return with_memswap(sizes, device, limit, sizes.state_bytes, sizes.movable(), name)
 
 
 def chosen(sizes: Sizes, device: Hardware, limit: int) -> Choice | None:
-    """The cheapest way to train within so many bytes; None: there is none."""
+    """The cheapest way to train within so many bytes; None: there is none.
+
+    Args:
+        sizes: bytes of what a step has, by kind.
+        device: that it is predicted for.
+        limit: bytes of the device.
+    """
     plain = without_memswap(sizes, device)
     if plain.peak_bytes <= limit:
         return plain
@@ -277,7 +298,14 @@ def _activations_needed(sizes: Sizes, room: int) -> int:
 
 # ---------------------------------------------------------------- in words
 def describe(what: str, where: str, limit: int, choices: Sequence[Choice]) -> str:
-    """The prediction as a table, with a picture of each choice."""
+    """The prediction as a table, with a picture of each choice.
+
+    Args:
+        what: is trained, in words.
+        where: it is trained, in words.
+        limit: bytes of the device.
+        choices: rows of the table.
+    """
     lines = [
         "A PREDICTION: bytes are those of shapes, seconds those of data sheets. Nothing ran.",
         "",
@@ -320,7 +348,14 @@ def _bar(one: Choice, widest: int) -> str:
 
 
 def advice(sizes: Sizes, device: Hardware, limit: int, best: Choice | None) -> list[str]:
-    """Whether it fits, what to write, and what it costs; or what would fit."""
+    """Whether it fits, what to write, and what it costs; or what would fit.
+
+    Args:
+        sizes: bytes of what a step has, by kind.
+        device: that it is predicted for.
+        limit: bytes of the device.
+        best: what was chosen; None: nothing fits.
+    """
     if best is None:
         return [*_does_not_fit(sizes, device, limit), *_what_would(sizes, device, limit)]
     if not best.managed:

@@ -104,7 +104,13 @@ def takes_turns(config: TrainingConfig) -> bool:
 def steps_table(
     plain: TrainingResult, managed: TrainingResult, differences: Sequence[Difference]
 ) -> str:
-    """One line per step: both losses, and how many of its gradients are identical."""
+    """One line per step: both losses, and how many of its gradients are identical.
+
+    Args:
+        plain: the run without memswap.
+        managed: the run with it.
+        differences: gradients that are not the same.
+    """
     rows = []
     for step, (one, other) in enumerate(zip(plain.losses, managed.losses, strict=True), start=1):
         total = len(plain.gradients[step - 1])
@@ -203,7 +209,15 @@ def as_json(
     runs: Mapping[str, TrainingResult],
     differences: Sequence[Difference],
 ) -> dict[str, Any]:
-    """Everything the tables show and the fingerprints behind the verdict."""
+    """Everything the tables show and the fingerprints behind the verdict.
+
+    Args:
+        config: of all runs.
+        plain: the run without memswap.
+        managed: the run with it that the verdict is about.
+        runs: all of them, by name.
+        differences: gradients that are not the same.
+    """
     return {
         "memswap": memswap.__version__,
         "torch": torch.__version__,
@@ -251,6 +265,12 @@ def show_plan(
     """Train a few steps under a budget, and show the plan.
 
     What differs from the plain run; None where there is no plan, and nothing to compare.
+
+    Args:
+        config: of the plain run.
+        plain: the run without memswap.
+        share: of its saved activations that the budget is.
+        picture: folder for a report; None: none is written.
     """
     budget = int(share * plain.stats["peak_resident_bytes"])
     under = replace(config, budget=budget, steps=PLANNED_STEPS)

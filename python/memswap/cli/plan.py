@@ -133,7 +133,14 @@ def on_accelerator(step: Step) -> Step:
 
 
 def train_once(model: GPT, batches: Batches, device: torch.device, dtype: torch.dtype) -> None:
-    """Forward and backward."""
+    """Forward and backward.
+
+    Args:
+        model: that is trained.
+        batches: to draw from.
+        device: to train on.
+        dtype: of autocast; float32: without it.
+    """
     tokens, targets = batches.draw(device)
     model.zero_grad(set_to_none=True)
     lower = dtype != torch.float32

@@ -161,6 +161,19 @@ class Load:
 def saved_and_back(
     device: torch.device, load: Load, action: memswap.Action, seed: int, side: torch.Stream | None
 ) -> None:
+    """Move a saved tensor while the device is busy, and compare the gradient.
+
+    Args:
+        device: to do it on.
+        load: what keeps the device busy.
+        action: what is done with the tensor.
+        seed: of its numbers.
+        side: the stream on which backward runs; None: the current one.
+
+    Raises:
+        WrongError: the gradient is another one.
+        NothingToCheckError: the tensor stayed.
+    """
     generator = torch.Generator().manual_seed(seed)
     host = torch.randn(MIB // 4, generator=generator).to(torch.bfloat16)
     scale = 2.0**seed  # exact in every floating-point format
@@ -240,6 +253,13 @@ def check_training(device: torch.device, action: memswap.Action) -> str:
 
 # ---------------------------------------------------------------- rates
 def gbytes_per_s(work: Callable[[], object], nbytes: int, device: torch.device) -> float:
+    """Bytes per second, in units of 1e9, of three runs after a first one.
+
+    Args:
+        work: what is timed.
+        nbytes: that each run handles.
+        device: that is waited for before and after.
+    """
     work()
     synchronize(device)
     begin = perf_counter()
@@ -273,6 +293,13 @@ CHECKS: dict[str, Callable[[torch.device], str]] = {
 
 
 def run_check(name: str, check: Callable[[torch.device], str], device: torch.device) -> Check:
+    """Run one check, whatever it raises.
+
+    Args:
+        name: of the check.
+        check: says what it has found.
+        device: to check.
+    """
     begin = perf_counter()
     try:
         outcome, detail = "passed", check(device)

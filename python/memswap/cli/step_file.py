@@ -15,7 +15,13 @@ FORMAT = 7
 
 
 def save(step: Step, rates: Rates, file: Path) -> None:
-    """Write a step and the rates of the machine that it was measured on."""
+    """Write a step and the rates of the machine that it was measured on.
+
+    Args:
+        step: that was recorded.
+        rates: of that machine.
+        file: where to.
+    """
     content = asdict(step)
     for storage in content["storages"]:
         storage["actions"] = [action.value for action in storage["actions"]]

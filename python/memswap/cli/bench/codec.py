@@ -118,7 +118,13 @@ def temporary_nbytes(tensor: torch.Tensor, layout: LayoutName | None) -> int:
 
 
 class Bench:
-    """Measures memswap and its peers on one device; a copy is measured beside each."""
+    """Measures memswap and its peers on one device; a copy is measured beside each.
+
+    Args:
+        device: of the tensors.
+        rounds: that each measurement takes.
+        show: is called with each line as it comes.
+    """
 
     def __init__(self, device: torch.device, rounds: int, show: Callable[[str], object]) -> None:
         self.device = device
@@ -130,7 +136,13 @@ class Bench:
     def memswap(
         self, name: str, tensor: torch.Tensor, layout: LayoutName | None = None
     ) -> Measurement:
-        """``memswap.encode`` and ``decode``, end to end: allocation and Python included."""
+        """``memswap.encode`` and ``decode``, end to end: allocation and Python included.
+
+        Args:
+            name: of the tensor, in tables.
+            tensor: that is encoded.
+            layout: of its frame; None: `encode` chooses.
+        """
         frame = memswap.encode(tensor, layout=layout)
         back = memswap.decode(frame)
         if not torch.equal(back.view(torch.uint8), tensor.view(torch.uint8)):
@@ -162,7 +174,14 @@ class Bench:
     def peer(
         self, peer: Peer, name: str, tensor: torch.Tensor, layout: LayoutName | None = None
     ) -> Measurement:
-        """One peer on the same bytes, and memswap between its rounds."""
+        """One peer on the same bytes, and memswap between its rounds.
+
+        Args:
+            peer: another codec.
+            name: of the tensor, in tables.
+            tensor: that is encoded.
+            layout: of memswap's frame; None: `encode` chooses.
+        """
         source = peer.prepare(tensor)
         coded = peer.encode(source)
         if peer.raw(peer.decode(coded)) != peer.raw(source):

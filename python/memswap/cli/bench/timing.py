@@ -17,6 +17,11 @@ def alternate(
 
     Alternation spreads a slow moment of a shared machine over all of them, instead of charging it
     to the one that happened to run.
+
+    Args:
+        measures: what is run, by name; each returns a number.
+        rounds: that count.
+        warm_up: rounds before them that do not.
     """
     names = list(measures)
     collected: dict[str, list[float]] = {name: [] for name in names}
@@ -37,7 +42,13 @@ def median_ratio(over: list[float], under: list[float]) -> float:
 def times_s(
     work: Mapping[str, Callable[[], object]], device: torch.device, rounds: int
 ) -> dict[str, list[float]]:
-    """Seconds that each took, round by round; the rounds alternate between all of them."""
+    """Seconds that each took, round by round; the rounds alternate between all of them.
+
+    Args:
+        work: what is timed, by name.
+        device: that is waited for before and after.
+        rounds: that count.
+    """
     measures = {name: (lambda w=w: elapsed(w, device)) for name, w in work.items()}
     return alternate(measures, rounds)
 
@@ -45,7 +56,14 @@ def times_s(
 def median_rates(
     work: Mapping[str, Callable[[], object]], nbytes: int, device: torch.device, rounds: int
 ) -> dict[str, float]:
-    """Median bytes per second of each, over rounds that alternate between all of them."""
+    """Median bytes per second of each, over rounds that alternate between all of them.
+
+    Args:
+        work: what is timed, by name.
+        nbytes: that each run handles.
+        device: that is waited for before and after.
+        rounds: that count.
+    """
     return {
         name: nbytes / statistics.median(values)
         for name, values in times_s(work, device, rounds).items()

@@ -29,7 +29,9 @@ class ContextParallel(ParallelStyle):  # type: ignore[misc]
     """Attention over a cut sequence, with HyperParallel's arguments.
 
     Args:
-        seq_dim, head_dim: (1, 2), (2, 1), (0, 2), or (0, 1) for packed sequences.
+        seq_dim: dimension of the sequence.
+        head_dim: dimension of the heads. Both are (1, 2), (2, 1), (0, 2), or (0, 1) for packed
+            sequences.
         ulysses_degree: ranks that share heads, of all ranks of the mesh, whatever its dimensions;
             None: all; 1: none, keys are gathered; another divisor: both, over neighbouring ranks. A
             2-D mesh for that is (co, ds), and its second dimension has ``ulysses_degree`` ranks.
@@ -38,7 +40,12 @@ class ContextParallel(ParallelStyle):  # type: ignore[misc]
         load_balance: equal work in causal attention where keys are gathered. Each rank still holds
             a contiguous part; halves of queries and outputs are exchanged around attention.
         use_local_output: False returns a DTensor.
-        ranges, mask, verify, comm: see :class:`memswap.parallel.ContextParallel`.
+        ranges: name of a keyword argument of ``forward`` that gets the ``(start, stop)`` ranges of
+            its queries in the sequence; see :class:`memswap.parallel.ContextParallel`.
+        mask: name of a keyword argument that gets the causal mask, bool ``[queries, keys]``.
+        verify: whether it is tried, where keys are gathered, that a part of the queries gets its
+            part of the result.
+        comm: makes the Comm of a process group.
 
     Raises:
         ValueError: no such layout; a degree below 1; load_balance without ``ulysses_degree=1``.
@@ -140,7 +147,9 @@ class AsyncContextParallel(ContextParallel):
         Args:
             module: computes attention.
             device_mesh: the ranks.
-            q_proj, k_proj, v_proj: modules whose output is query, key or value as it is.
+            q_proj: a module whose output is the query as it is.
+            k_proj: one whose output is the key.
+            v_proj: one whose output is the value.
             o_proj: where attention's output is waited for, since it uses that first.
         """
         self._apply_style(module, device_mesh, q=q_proj, k=k_proj, v=v_proj, o=o_proj)

@@ -305,7 +305,13 @@ class _LinkedCall:
 
 
 class Link:
-    """A layer's place in the schedule. See [Note: Links]. Owned by the layer's hooks."""
+    """A layer's place in the schedule. See [Note: Links]. Owned by the layer's hooks.
+
+    Args:
+        manager: whose schedule it is.
+        name: of the layer's group.
+        group: that collects what the layer saves.
+    """
 
     def __init__(self, manager: SwapManager, name: str, group: SwapGroup) -> None:
         self._manager = manager

@@ -47,7 +47,8 @@ class SwapTensor:
 
     Attributes:
         ver: the tensor's version when this was made.
-        size, storage_size: bytes of its storage.
+        size: bytes of its storage.
+        storage_size: the same.
         is_slice_tensor: whether the storage has more elements than the tensor.
     """
 

@@ -191,6 +191,7 @@ def swap(
     Args:
         function: the function or module. Outside of linked layers, and where no group's name was
             set, what it saves stays on the device: there :class:`memswap.saved_tensors` swaps.
+        *args: what it is called with.
         policy_fn: see :func:`swap_wrapper`.
         group_swap: taken and not needed: storages of up to 1 MiB always travel together.
         **kwargs: for the function.
@@ -215,6 +216,7 @@ def checkpoint(
 
     Args:
         function: the function or module.
+        *args: what it is called with.
         swap_inputs: whether the region's inputs are swapped until backward.
         policy_fn: ``policy_fn(ctx, op, *args, **kwargs) -> CheckpointPolicy``.
         group_swap: taken and not needed: storages of up to 1 MiB always travel together.

@@ -47,7 +47,13 @@ class Ahead(ABC):
 
     @abstractmethod
     def part(self, tensor: torch.Tensor, module: nn.Module | None, is_bias: bool) -> Part | None:
-        """The part that a tensor is, or None if it is gathered when it is asked for."""
+        """The part that a tensor is, or None if it is gathered when it is asked for.
+
+        Args:
+            tensor: this rank's rows of a weight or bias.
+            module: whose it is; None: the caller did not say.
+            is_bias: whether it is the module's bias.
+        """
 
     @abstractmethod
     def use(self, part: Part) -> torch.Tensor:
@@ -62,7 +68,16 @@ class Ahead(ABC):
         """The outermost backward has."""
 
     def weight(self, tensor: torch.Tensor, module: nn.Module | None, is_bias: bool) -> torch.Tensor:
-        """The whole weight or bias of which ``tensor`` has this rank's rows."""
+        """The whole weight or bias of which ``tensor`` has this rank's rows.
+
+        Args:
+            tensor: this rank's rows, ``[rows, ...]``.
+            module: whose it is; None: the caller did not say.
+            is_bias: whether it is the module's bias.
+
+        Returns:
+            ``[ranks * rows, ...]``.
+        """
         self.backward.look()
         part = self.part(tensor, module, is_bias)
         if part is not None:
@@ -78,7 +93,18 @@ class Ahead(ABC):
         async_op: bool,
         reduce_op: Any,
     ) -> tuple[torch.Tensor, Ticket]:
-        """What stands for the reduced gradient, or the gradient itself where it cannot be late."""
+        """What stands for the reduced gradient, or the gradient itself where it cannot be late.
+
+        Args:
+            tensor: the whole gradient, ``[ranks * rows, ...]``.
+            module: whose it is; None: the caller did not say.
+            is_bias: whether it is the gradient of the module's bias.
+            async_op: whether to return before the rows are there.
+            reduce_op: AVG or SUM.
+
+        Returns:
+            ``[rows, ...]``, and what to wait for.
+        """
         part = None if module is None else self.known(module, is_bias)
         parameter = None if part is None else part.tensor()
         check_whole(self.comm, tensor, None if parameter is None else parameter.shape)

@@ -178,7 +178,14 @@ class Reductions(MutableMapping[str, "tuple[torch.Tensor, Ticket] | None"]):
         return len(self._arriving)
 
     def launch(self, part: Part, whole: torch.Tensor, op: Any, allocate: Allocate | None) -> None:
-        """Reduce a whole gradient of a part; waits for the oldest if too many are under way."""
+        """Reduce a whole gradient of a part; waits for the oldest if too many are under way.
+
+        Args:
+            part: this rank's rows of a parameter.
+            whole: the gradient of all rows, ``[ranks * rows, ...]``.
+            op: AVG or SUM.
+            allocate: makes the memory for the result; None: torch's allocator.
+        """
         while len(self._under_way) >= AT_MOST:
             self._under_way.popleft().wait()
         shape = torch.Size((whole.shape[0] // self._comm.size, *whole.shape[1:]))

@@ -96,7 +96,14 @@ class MemoryPool:
     def allocate_gathered(
         self, module_name: str, is_bias: bool, shape: torch.Size, like: torch.Tensor
     ) -> torch.Tensor:
-        """Room for a whole weight of the modules of a name; dtype and device of ``like``."""
+        """Room for a whole weight of the modules of a name; dtype and device of ``like``.
+
+        Args:
+            module_name: of the modules.
+            is_bias: whether it is for a bias.
+            shape: of the whole weight.
+            like: a tensor of its dtype and device.
+        """
         kept = self._gathers.setdefault((module_name, is_bias), PooledAllGather(slots=2))
         return kept.allocate(shape, dtype=like.dtype, device=like.device)
 

@@ -112,7 +112,13 @@ def group_of(mode: Any) -> dist.ProcessGroup | None:
 
 
 def compare_parts(comm: Comm, device: torch.device, what: str) -> None:
-    """RankMismatchError: ranks hold other parts than this one. All of them call this."""
+    """RankMismatchError: ranks hold other parts than this one. All of them call this.
+
+    Args:
+        comm: of the ranks.
+        device: of the weights.
+        what: this rank's parts are, in words.
+    """
     if others := ranks_that_differ(comm, device, what):
         raise RankMismatchError(
             f"rank {comm.rank} holds other parts of weights than ranks {others} of its group: "
@@ -137,7 +143,13 @@ class FirstUses:
         self._modules[module] = {False, True}
 
     def compare(self, tensor: torch.Tensor, module: nn.Module | None, is_bias: bool) -> None:
-        """
+        """Compare a weight, or a bias, unless that was done before.
+
+        Args:
+            tensor: this rank's rows, ``[rows, ...]``.
+            module: whose it is; None: the caller did not say.
+            is_bias: whether it is the module's bias.
+
         Raises:
             ValueError: a scalar has no rows.
             RankMismatchError: another rank asks for another weight.
@@ -159,7 +171,16 @@ class FirstUses:
 
 
 def gather_rows(comm: Comm, part: torch.Tensor, allocate: Allocate | None = None) -> torch.Tensor:
-    """The ranks' rows one after another. A gathered weight is whole already and passes."""
+    """The ranks' rows one after another. A gathered weight is whole already and passes.
+
+    Args:
+        comm: of the ranks.
+        part: this rank's rows, ``[rows, ...]``.
+        allocate: makes the memory for the result; None: torch's allocator.
+
+    Returns:
+        ``[ranks * rows, ...]``.
+    """
     if native.is_lent(part) or comm.size == 1:
         return part
     shape = torch.Size((part.shape[0] * comm.size, *part.shape[1:]))
@@ -171,7 +192,17 @@ def gather_rows(comm: Comm, part: torch.Tensor, allocate: Allocate | None = None
 def reduce_rows(
     comm: Comm, whole: torch.Tensor, async_op: bool, reduce_op: Any
 ) -> tuple[torch.Tensor, Ticket]:
-    """This rank's rows of the ranks' gradients, reduced, and when they are there."""
+    """This rank's rows of the ranks' gradients, reduced, and when they are there.
+
+    Args:
+        comm: of the ranks.
+        whole: this rank's gradient of all rows, ``[ranks * rows, ...]``.
+        async_op: whether to return before the rows are there.
+        reduce_op: AVG or SUM.
+
+    Returns:
+        ``[rows, ...]``, and what to wait for.
+    """
     op = reduction_named(reduce_op)
     if comm.size == 1:
         return whole, Done()

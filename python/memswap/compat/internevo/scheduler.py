@@ -44,13 +44,25 @@ class ISPCommunicatorSchedulerHook:
         """Nothing: a block drops its weights when it has run."""
 
     def before_criterion(self, scheduler: Any, outputs: Any, label: Any) -> None:
-        """Nothing."""
+        """Nothing.
+
+        Args:
+            scheduler: InternEvo's.
+            outputs: of the model.
+            label: of the batch.
+        """
 
     def after_criterion(self, scheduler: Any, loss: Any) -> None:
         """Nothing."""
 
     def before_backward(self, scheduler: Any, outputs: Any, outputs_grad: Any) -> None:
-        """Switch to the current chunk, in backward."""
+        """Switch to the current chunk, in backward.
+
+        Args:
+            scheduler: InternEvo's.
+            outputs: of the model.
+            outputs_grad: their gradients.
+        """
         self._switch(False)
 
     def after_backward(self, scheduler: Any, inputs_grad: Any) -> None:
@@ -69,7 +81,13 @@ class ISPCommunicatorSchedulerHook:
                 communicator.memory_pool.reset_lazy_pools()
 
     def post_helper_func(self, scheduler: Any, outputs: Any, label: Any) -> None:
-        """Nothing."""
+        """Nothing.
+
+        Args:
+            scheduler: InternEvo's.
+            outputs: of the model.
+            label: of the batch.
+        """
 
     def _communicators(self) -> list[ISPCommunicator]:
         handler = self._handler

@@ -119,7 +119,13 @@ class AsyncFunctions:
 
 
 def call_of(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call | None:
-    """A call that can be a window: of tensors of an accelerator, and not asynchronous itself."""
+    """A call that can be a window: of tensors of an accelerator, and not asynchronous itself.
+
+    Args:
+        name: of the function.
+        args: what it is called with.
+        kwargs: the same by name.
+    """
     if kwargs.get("async_op") or any(one is True for one in args):
         return None
     tensors = [one for one in (*args, *kwargs.values()) if isinstance(one, torch.Tensor)]

@@ -96,7 +96,8 @@ class GlobalContext:
             unless told otherwise.
 
     Attributes:
-        config, simulation: as given.
+        config: as given.
+        simulation: as given.
         statistic: taken and not needed: every encode reports its statistics, without waiting.
         share_memorys: always empty: there are no buffers to share.
         layer_activation_managers: by key, as they were seen.
@@ -242,7 +243,13 @@ class GlobalContext:
                 engine.windows.queue.start_now(engine.windows.queue.pending)
 
     def estimate_time(self, fn_name: str, *args: Any, **kwargs: Any) -> float:
-        """Seconds of a call of one of ``async_funcs``: ``simulation.time_cost(fn_name, ...)``."""
+        """Seconds of a call of one of ``async_funcs``: ``simulation.time_cost(fn_name, ...)``.
+
+        Args:
+            fn_name: of the function.
+            *args: what it is called with.
+            **kwargs: the same by name.
+        """
         return self.simulation.time_cost(fn_name, *args, **kwargs)
 
     def end_forward(self) -> None:

@@ -37,9 +37,10 @@ class SimulationBase:
 
         Args:
             name: ``"matmul"``, ``"allgather"`` or ``"all2all"``.
-            args, kwargs: of ``matmul(input, other)``, ``_all_gather_base(output, input, group)`` or
+            *args: of ``matmul(input, other)``, ``_all_gather_base(output, input, group)`` or
                 ``all_to_all_single(output, input, ..., group)``. Without a group it is the default
                 one.
+            **kwargs: the same by name.
 
         Raises:
             ValueError: an unknown name, fewer than two tensors, shapes that cannot be multiplied,

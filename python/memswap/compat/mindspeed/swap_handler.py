@@ -121,7 +121,13 @@ class SwapTensor:
         should_resize_storage: bool = True,
         working_stream: torch.Stream | None = None,
     ) -> None:
-        """Start bringing this tensor and what was swapped with it back, into new memory."""
+        """Start bringing this tensor and what was swapped with it back, into new memory.
+
+        Args:
+            h2d_stream: taken and not used.
+            should_resize_storage: taken and not used: the memory is always new.
+            working_stream: taken and not used.
+        """
         if self.batch.launched:
             self.batch.launch_load()
 
@@ -336,8 +342,10 @@ class AsyncSwapHandler(metaclass=_OneForTheProcess):
         """Start bringing back what comes after a tensor in backward.
 
         Args:
-            layer_idx, tensor_idx: the tensor's key.
-            h2d_stream, d2h_stream: taken and not used.
+            layer_idx: of the tensor's key.
+            tensor_idx: of the tensor's key.
+            h2d_stream: taken and not used.
+            d2h_stream: taken and not used.
         """
         for key in self._keys.get_prefetch_keys(layer_idx, tensor_idx):
             swapped = self.key_to_swap_tensor.get(key)

@@ -37,6 +37,12 @@ class LayerSave:
     """What one context saved in one forward. Owned by its batch, which it knows weakly.
 
     Called, under the engine's lock, when a backward pass first demands something of it.
+
+    Args:
+        tower: of the layers.
+        context: that saves.
+        batch: that it saves into.
+        before: what the layer before has saved in this forward; None: it is the first.
     """
 
     __slots__ = (
