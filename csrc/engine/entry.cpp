@@ -206,6 +206,7 @@ void Entry::take(Returning back) {
   arrival_ = std::move(back.arrival);
   forget_in_ledger();
   identity_.emplace(*back.storage);
+  engine_->ledger.note_fetched(identity_->key());
   storage_ = std::move(back.storage);
   fetched_ = true;
   readings_left_ = handles_;

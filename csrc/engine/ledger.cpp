@@ -42,6 +42,7 @@ void Ledger::remember(const SavedView& view, const KnownPtr& known) {
 }
 
 void Ledger::forget(const void* key, const Known* known) {
+  fetched_.erase(key);
   const auto found = known_.find(key);
   if (found != known_.end() && found->second.address == known) {
     known_.erase(found);

@@ -16,6 +16,7 @@
 #include <string>
 #include <string_view>
 #include <unordered_map>
+#include <unordered_set>
 #include <utility>
 
 #include "counters.h"
@@ -68,8 +69,14 @@ class Ledger {
   void remember(const SavedView& view, const KnownPtr& known);
   void forget(const void* key, const Known* known);
 
+  // The storage that an entry has back is memswap's own: it is counted, and a save of it is a new
+  // one. Until `forget`.
+  void note_fetched(const void* key) { fetched_.insert(key); }
+
   Found find(const SavedView& view);
   bool knows(const void* key) const { return known_.contains(key); }
+  // Whether the bytes of a storage are counted already, by who stands for it.
+  bool counts(const void* key) const { return knows(key) || fetched_.contains(key); }
   size_t known_storages() const { return known_.size(); }
   int64_t resident_bytes() const { return counters.resident_bytes; }
 
@@ -116,6 +123,7 @@ class Ledger {
   };
 
   std::unordered_map<const void*, Row> known_;  // by the address of the storage
+  std::unordered_set<const void*> fetched_;     // of storages that entries have back
   KeptByReason kept_;
   std::set<std::string, std::less<>> told_;  // reasons, of messages that may wait yet
   std::deque<std::string> untold_;           // messages

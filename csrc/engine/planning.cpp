@@ -130,7 +130,8 @@ void Planning::after_demand(const EntryPtr& entry) {
 }
 
 void Planning::count_recomputed(const StorageRef& storage) {
-  if (recomputed_.add(storage) && backward_) {
+  const void* const key = storage.storage.unsafeGetStorageImpl();
+  if (!engine_.ledger.counts(key) && recomputed_.add(storage) && backward_) {
     note_peak(*backward_);
     if (backward_->recorder()) {
       backward_->recorder()->recomputed(recomputed_.nbytes());

@@ -55,7 +55,7 @@ class Planning {
 
   // --- what is there beside entries, and beside operators ---
 
-  // A recomputed unit has saved a storage again, in backward.
+  // A recomputed unit has saved a storage, in backward. Those of entries are counted already.
   void count_recomputed(const StorageRef& storage);
   // Takes such storages off the books that are gone; all of them, where nothing is in flight.
   void sweep_recomputed(bool in_flight = true);

@@ -223,7 +223,7 @@ SaveResult Engine::admit(const Offer& offer, const TransfersPtr& by, Decision de
   Reason why = iteration_->admit(nbytes, action == Action::kEncode,
                                  offer.scope.group.value_or(Iteration::kNoGroup));
   if (action == Action::kKeep) {
-    why = decision.directed ? reasons::kPlanned : reasons::kPolicy;
+    why = decision.directed ? reasons::kPlanned : offer.scope.why_kept.c_str();
   } else if (decision.directed && why != reasons::kNeverFreed) {
     why = nullptr;
   }

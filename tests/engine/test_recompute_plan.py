@@ -6,7 +6,16 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import Stack, assert_released, assert_same_gradients, new_input, new_stack, train_step
+from checkpoint_helpers import DOUBLE, CheckpointPolicy, aten, double, policy_of, runs
+from helpers import (
+    Stack,
+    assert_released,
+    assert_same_gradients,
+    let_sends_end,
+    new_input,
+    new_stack,
+    train_step,
+)
 from torch import nn
 
 import memswap
@@ -34,9 +43,10 @@ class Planned:
         policy: memswap.Policy = SWAP,
         rates: Rates = NO_LINK,
         checkpointed: bool = True,
+        model: Any = None,
         **options: Any,
     ) -> None:
-        self.model = new_stack(device, DEPTH)
+        self.model = new_stack(device, DEPTH) if model is None else model
         self.x = new_input(device)
         self.regions = None
         if checkpointed:
@@ -162,6 +172,129 @@ def test_a_region_with_a_policy_of_its_own_is_the_users_word(device, new_pool):
     runs.clear()
     assert_same_gradients(one.step(), plain)
     assert len(runs) == 2, "a region with a policy was switched off"
+    one.remove()
+
+
+# --- regions with a policy ---
+
+
+class Doubling(nn.Module):
+    """A layer whose costly operator counts its runs."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(double(self.up(x).sin()).cos())
+
+
+def doubling(device: torch.device) -> Stack:
+    model = new_stack(device, depth=0)
+    model.layers.extend(Doubling(16).to(device) for _ in range(DEPTH))
+    return model
+
+
+def doubled_bytes() -> int:
+    return DEPTH * 2 * 8 * 64 * 4
+
+
+SAVES = (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE)
+
+
+@pytest.mark.parametrize("decision", SAVES, ids=lambda policy: policy.name)
+def test_what_a_policy_saves_is_in_the_account(device, new_pool, decision):
+    model, x = doubling(device), new_input(device)
+    plain = train_step(model, lambda: model(x))
+    peaks = {}
+    for saved in (decision, CheckpointPolicy.PREFER_RECOMPUTE):
+        policy_fn = policy_of(saved, [DOUBLE])
+        one = Planned(device, new_pool(), "1GiB", model=doubling(device), policy_fn=policy_fn)
+        plan = one.steps(plain)
+        assert plan.measured_peak_bytes <= plan.peak_bytes and plan.moved_bytes == 0
+        assert plan.peak_bytes - plan.measured_peak_bytes <= 4096
+        peaks[saved] = plan.measured_peak_bytes
+        one.remove()
+    more = peaks[decision] - peaks[CheckpointPolicy.PREFER_RECOMPUTE]
+    assert more >= doubled_bytes() * (DEPTH - 1) // DEPTH, "what the policy saves is not counted"
+
+
+@pytest.mark.parametrize("policy_fn", [[aten.mm.default, aten.addmm.default]])
+def test_products_that_a_policy_saves_are_planned_to_the_byte(device, new_pool, policy_fn):
+    """With memory that is used again at once: a storage may have the address of one that left."""
+    plain = plain_gradients(device)
+    one = Planned(device, new_pool(), "1GiB", policy_fn=policy_fn)
+    kept = one.steps(plain, 8)
+    assert kept.measured_peak_bytes <= kept.peak_bytes
+    one.remove()
+    pool = new_pool()
+    one = Planned(device, pool, kept.peak_bytes, policy_fn=policy_fn)
+    plan = one.steps(plain, 8)
+    assert plan.measured_peak_bytes <= plan.peak_bytes <= kept.peak_bytes
+    one.remove()
+    assert_released(one.manager, pool)
+
+
+def test_a_plan_moves_what_a_policy_prefers_to_save_and_nothing_runs_again(device, new_pool):
+    model, x = doubling(device), new_input(device)
+    plain = train_step(model, lambda: model(x))
+    policy_fn = policy_of(CheckpointPolicy.PREFER_SAVE, [DOUBLE])
+    kept = Planned(device, new_pool(), "1GiB", model=doubling(device), policy_fn=policy_fn)
+    budget = kept.steps(plain).kept_peak_bytes - doubled_bytes() // 2
+    kept.remove()
+    pool = new_pool()
+    one = Planned(device, pool, budget, model=doubling(device), policy_fn=policy_fn)
+    one.steps(plain, 7)
+    runs.clear()
+    plan = one.steps(plain, 2)
+    assert len(runs) == 2 * DEPTH, "an operator whose output was saved ran again"
+    assert plan.moved_bytes > 0
+    assert plan.measured_peak_bytes <= plan.peak_bytes <= budget
+    one.remove()
+    assert_released(one.manager, pool)
+
+
+def test_what_a_policy_insists_on_saving_moves_under_no_plan(device, new_pool):
+    model, x = doubling(device), new_input(device)
+    plain = train_step(model, lambda: model(x))
+    policy_fn = policy_of(CheckpointPolicy.MUST_SAVE, [DOUBLE])
+    one = Planned(device, new_pool(), 1, model=doubling(device), policy_fn=policy_fn)
+    with pytest.raises(BudgetError, match="at least") as raised:
+        for _ in range(9):
+            assert_same_gradients(one.step(), plain)
+    one.remove()
+    assert raised.value.smallest_bytes >= doubled_bytes()
+
+
+def test_an_edit_of_what_a_policy_preferred_to_save_runs_it_again(device, new_pool):
+    """Also where the plan had moved it."""
+
+    class Edited(Doubling):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            doubled = double(self.up(x).sin())
+            out = x + self.down(doubled.cos())
+            # The copy would race with the edit, though nobody will read its bytes.
+            let_sends_end(one.manager, device)
+            with torch.no_grad():
+                doubled.mul_(0)
+            return out
+
+    def edited() -> Stack:
+        model = new_stack(device, depth=0)
+        model.layers.extend(Edited(16).to(device) for _ in range(DEPTH))
+        return model
+
+    x = new_input(device)
+    unedited = doubling(device)
+    plain = train_step(unedited, lambda: unedited(x))
+    policy_fn = policy_of(CheckpointPolicy.PREFER_SAVE, [DOUBLE])
+    model = edited()
+    model.load_state_dict(unedited.state_dict())
+    one = Planned(device, new_pool(), "90%", model=model, policy_fn=policy_fn)
+    runs.clear()
+    one.steps(plain, 7)
+    assert len(runs) == 2 * 7 * DEPTH
+    assert one.manager.stats().moved_storages > DEPTH, "nothing that was edited had left"
     one.remove()
 
 

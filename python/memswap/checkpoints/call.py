@@ -163,12 +163,11 @@ def counting(engine: Engine, fn: Callable[..., Any]) -> Callable[..., Any]:
         if hooks is None:
             return fn(*args, **kwargs)
         pack, unpack = hooks
-        known = _entries(engine)
 
         # With the name of torch's hook: whoever asks whose turn it is to save shall find torch.
         @functools.wraps(pack)
         def counting_pack(tensor: torch.Tensor) -> Any:
-            _count(engine, tensor, known)
+            _count(engine, tensor)
             return pack(tensor)
 
         with saved_tensors_hooks(counting_pack, unpack):
@@ -177,17 +176,9 @@ def counting(engine: Engine, fn: Callable[..., Any]) -> Callable[..., Any]:
     return counted
 
 
-def _entries(engine: Engine) -> set[int]:
-    """Storages of entries, the regions' inputs among them: the ledger knows those."""
-    with engine.lock:
-        iteration = engine.iteration
-        entries = map(iteration.entry, range(iteration.size))
-        return {entry.identity.key for entry in entries if entry is not None}
-
-
-def _count(engine: Engine, tensor: torch.Tensor, known: set[int]) -> None:
+def _count(engine: Engine, tensor: torch.Tensor) -> None:
     view = native.capture(tensor)
-    if view is None or view.of_leaf or view.key in known or engine.is_persistent(view.key):
+    if view is None or view.of_leaf or engine.is_persistent(view.key):
         return
     with engine.lock:
         engine.planning.count_recomputed(native.StorageRef(tensor))

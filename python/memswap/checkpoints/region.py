@@ -92,15 +92,10 @@ class Region:
             return
         if not written and shares_storage(output, (args, kwargs)):
             return
-        action = _ACTIONS.get(policy)
-        if action is not None:
-            reason = "collective" if is_collective(op) else "written in place" if written else ""
-            if reason:
-                self._count(reason, output, written)
-                action = None
-        self.scope.action = action
+        reason = "collective" if is_collective(op) else "written in place" if written else ""
+        self._pack_with(Action.KEEP if reason else self._action_of(policy), reason)
         random = self.keeps_random_state and draws(op)
-        call = _Call(self, op, policy, args, kwargs, output, written, action is not None, random)
+        call = _Call(self, op, policy, args, kwargs, output, written, random)
         self.saved.setdefault(op, {})[number] = call
         self._writing = call.written
         for part in _parts((output, written)):
@@ -111,8 +106,10 @@ class Region:
 
     def end_write(self) -> None:
         """The last operator has returned through autograd, which counts versions up."""
+        if self._writing:
+            self._pack_with(Action.KEEP, "written in place")
         for held in self._writing:
-            held.guard()
+            held.count(self.scope)
         self._writing = []
 
     def recall(self, op: Any, number: int) -> _Call | None:
@@ -138,11 +135,14 @@ class Region:
             for call in self._holders.pop(native.storage_key(part), (None, ()))[1]:
                 call.overwritten = True
 
-    def _count(self, reason: str, output: Any, written: list[torch.Tensor]) -> None:
-        engine = self.scope.engine
-        with engine.lock:
-            for tensor in tensors_in((output, written)):
-                engine.ledger.keep(reason, tensor.untyped_storage().nbytes())
+    def _action_of(self, policy: CheckpointPolicy) -> Action | None:
+        """What is done with an output; None: what the plan says that counts it."""
+        if policy is CheckpointPolicy.PREFER_SAVE and self.scope.engine.planning.directed:
+            return None
+        return _ACTIONS.get(policy, Action.KEEP)
+
+    def _pack_with(self, action: Action | None, why_kept: str) -> None:
+        self.scope.action, self.scope.why_kept = action, why_kept or "policy"
 
 
 class _Mode(TorchDispatchMode):  # type: ignore[misc]
@@ -218,7 +218,6 @@ class _Call:
         kwargs: dict[str, Any],
         output: Any,
         written: list[torch.Tensor],
-        leaves_device: bool,
         random: bool,
     ) -> None:
         self.op = op
@@ -229,12 +228,11 @@ class _Call:
         self.looks = looks(args, kwargs, but=written) if region.checks else None
         flat, self.spec = tree_flatten(output)
         self.written = [_Held(tensor) for tensor in written]
-        scope = region.scope if leaves_device else None
         self.leaves: list[Any] = []
         for leaf in flat:
             if isinstance(leaf, torch.Tensor):
                 place = next((i for i, one in enumerate(written) if one is leaf), None)
-                self.leaves.append(_kept(leaf, scope) if place is None else _Argument(place))
+                self.leaves.append(_held(leaf, region.scope) if place is None else _Argument(place))
             else:
                 self.leaves.append(leaf)
         self.random = random_states(flat + written) if random else []
@@ -286,7 +284,7 @@ class _Argument:
 
 
 class _Held:
-    """A tensor that stays where it is, and whether it was edited since.
+    """A tensor that was saved, here or wherever the engine says, and whether it was edited since.
 
     Args:
         handle: what the engine returned for it, if it was asked.
@@ -294,16 +292,23 @@ class _Held:
 
     __slots__ = ("_counter", "_handle", "_tensor", "_version")
 
-    def __init__(self, tensor: torch.Tensor, handle: native.Handle | None = None) -> None:
+    def __init__(self, tensor: torch.Tensor, handle: Handle | None = None) -> None:
         # Below autograd a detached tensor does not share its version counter with the original.
         self._counter = None if tensor.is_inference() else native.VersionGuard(tensor)
-        self._tensor = tensor.detach() if handle is None else handle.tensor
-        self._handle = handle
-        self.guard()
-
-    def guard(self) -> None:
-        """What is there now is what was saved."""
         self._version = self._found()
+        self._handle = handle
+        self._tensor: torch.Tensor | None = None
+        if handle is None:
+            self._tensor = tensor.detach()
+        elif isinstance(handle, native.Handle) and handle.stays:
+            self._tensor = handle.tensor  # the engine asks whether others hold a storage
+
+    def count(self, scope: HookScope) -> None:
+        """What is there now is what was saved: the engine counts it."""
+        self._version = self._found()
+        assert self._tensor is not None, "what an operator writes stays"
+        if not self._tensor.is_inference():
+            self._handle = scope.pack(self._tensor)
 
     @property
     def edited(self) -> bool:
@@ -314,6 +319,9 @@ class _Held:
 
     def unpack(self) -> torch.Tensor:
         tensor = self._tensor
+        if tensor is None:
+            assert self._handle is not None
+            return self._handle.unpack()
         if self.edited:
             described = f"{tensor.type()} {list(tensor.shape)} on {tensor.device}"
             native.raise_inplace_edit(described, self._found(), self._version)
@@ -323,23 +331,15 @@ class _Held:
         return tensor.detach()
 
 
-def _kept(tensor: torch.Tensor, scope: HookScope | None) -> _Held | Handle:
+def _held(tensor: torch.Tensor, scope: HookScope) -> _Held:
     """How an output waits: here, or wherever the engine says."""
-    if scope is None or tensor.is_inference():
-        return _Held(tensor)
-    handle = scope.pack(tensor)
-    held = isinstance(handle, native.Handle) and handle.stays
-    return _Held(tensor, handle) if held else handle
+    return _Held(tensor, None if tensor.is_inference() else scope.pack(tensor))
 
 
 def _unpacked(leaf: Any, arguments: list[torch.Tensor]) -> Any:
     if isinstance(leaf, _Argument):
         return arguments[leaf.place]
-    if isinstance(leaf, _Held):
-        return leaf.unpack()
-    if isinstance(leaf, Handle):
-        return leaf.unpack()
-    return leaf
+    return leaf.unpack() if isinstance(leaf, _Held) else leaf
 
 
 # --- operators --------------------------------------------------------------------------------

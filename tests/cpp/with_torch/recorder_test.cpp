@@ -221,6 +221,17 @@ TEST_F(Records, WhatRegionsSaveAgainCountsFromItsMarkOn) {
   EXPECT_EQ(taken()->extra_nbytes, (std::vector<int64_t>{0, 0, 500, 0}));
 }
 
+TEST_F(Records, WhatRegionsSaveOfEntriesIsCountedAlready) {
+  direct(lane);
+  const EntryPtr entry = save(bytes());
+  const StorageRefPtr back = engine->demand(entry);
+  const int64_t before = engine->ledger.counters.resident_bytes;
+  const Locked locked(engine->lock);
+  ASSERT_TRUE(entry->fetched());
+  engine->planning.count_recomputed(*back);
+  EXPECT_EQ(engine->ledger.counters.resident_bytes, before);
+}
+
 TEST_F(Records, ARegionIsKnownByWhatItIsCalledWith) {
   direct(lane);
   const at::Tensor saved = bytes(), later = bytes(), never = bytes(700), small = bytes(10);
