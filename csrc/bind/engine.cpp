@@ -122,7 +122,7 @@ void bind_windows(py::module_& module) {
       .calls<&Windows::open, &Windows::enter, &Windows::leave, &Windows::end_forward,
              &Windows::begin_iteration, &Windows::bring>()
       .reads<&Windows::inside, &Windows::queue, &Windows::durations>()
-      .writes<&Windows::is_current, &Windows::captures>();
+      .writes<&Windows::is_current>();
 }
 
 void bind_recipes(py::module_& module) {

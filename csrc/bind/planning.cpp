@@ -97,10 +97,7 @@ void bind_planning(py::module_& module) {
       .calls<&Recorder::close, &Recorder::ready, &Recorder::take, &Recorder::region>()
       .calls<&Recorder::wait>(without_gil())
       .writes<&Recorder::workspace>()
-      .def(py::init([](c10::Device device, std::function<bool()> capturing) {
-             return std::make_shared<Recorder>(Clock(device, std::move(capturing)));
-           }),
-           "device"_a, "capturing"_a = py::none())
+      .def(py::init([](c10::Device device) { return std::make_shared<Recorder>(Clock(device)); }))
       .def("choose", [](Recorder& self, const std::string& unit, int64_t ordinal, int64_t nbytes,
                         c10::ScalarType dtype,
                         Action action) { self.choose({unit, ordinal, nbytes, dtype, action}); });

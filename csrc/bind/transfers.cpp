@@ -71,16 +71,15 @@ void bind_transfers(py::module_& module) {
            "lane"_a, "works_ahead"_a, "copies"_a = py::none(), "pool"_a = py::none());
   Bound<Refused>(module, "Refused").reads<&Refused::reason, &Refused::why>();
   Bound<Transfers, TransfersPtr>(module, "Transfers")
-      .calls<&Transfers::learn>()
+      .calls<&Transfers::learn, &Transfers::captures>()
       .reads<&Transfers::awaited_reports>()
       .def(py::init([](c10::Device device, ExpectationsPtr expectations, const py::object& opener,
-                       Action action, Action without_recipe, std::function<bool()> captures) {
-             return std::make_shared<Transfers>(
-                 device, std::move(expectations), std::make_unique<PythonOpener>(opener),
-                 Transfers::Traits{action, without_recipe, std::move(captures)});
+                       Action action, Action without_recipe) {
+             return std::make_shared<Transfers>(device, std::move(expectations),
+                                                std::make_unique<PythonOpener>(opener),
+                                                Transfers::Traits{action, without_recipe});
            }),
-           "device"_a, "expectations"_a.none(false), "opener"_a, "action"_a, "without_recipe"_a,
-           "captures"_a)
+           "device"_a, "expectations"_a.none(false), "opener"_a, "action"_a, "without_recipe"_a)
       .def("send", &Transfers::send, "form"_a, "storage"_a.none(false), "key"_a);
 }
 

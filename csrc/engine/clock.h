@@ -5,10 +5,10 @@
 #include <c10/core/Event.h>
 
 #include <chrono>
-#include <functional>
 #include <memory>
 #include <optional>
-#include <utility>
+
+#include "lane/graph_capture.h"
 
 namespace memswap {
 
@@ -53,19 +53,14 @@ class Lap {
 
 class Clock {
  public:
-  // `capturing`: whether a graph is captured now; empty: none ever is on such a device.
-  explicit Clock(c10::Device device, std::function<bool()> capturing = {})
-      : device_(device), capturing_(std::move(capturing)) {}
+  explicit Clock(c10::Device device) : device_(device) {}
 
   // This moment of the device. nullptr while a graph is captured: an event that is recorded then
   // belongs to the graph and never happens.
-  MomentPtr now() const {
-    return !device_.is_cpu() && capturing_ && capturing_() ? nullptr : moment_on(device_);
-  }
+  MomentPtr now() const { return captures_graph(device_) ? nullptr : moment_on(device_); }
 
  private:
   c10::Device device_;
-  std::function<bool()> capturing_;
 };
 
 }  // namespace memswap

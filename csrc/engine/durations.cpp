@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <utility>
 
+#include "lane/graph_capture.h"
+
 namespace memswap {
 
 namespace {
@@ -33,7 +35,7 @@ std::optional<double> Durations::seconds(const std::string& key, double amount) 
 
 std::optional<Durations::Span> Durations::start(std::string key, double amount,
                                                 c10::Device device) const {
-  if (!measuring() || device.is_cpu() || captured(device)) {
+  if (!measuring() || device.is_cpu() || captures_graph(device)) {
     return std::nullopt;
   }
   return Span{std::move(key), amount, moment_on(device), nullptr, std::nullopt};
@@ -41,14 +43,14 @@ std::optional<Durations::Span> Durations::start(std::string key, double amount,
 
 void Durations::stop(Span span) {
   const c10::Device device = span.begin->event->device();
-  if (!captured(device)) {
+  if (!captures_graph(device)) {
     span.end = moment_on(device);
     ended_.push_back(std::move(span));
   }
 }
 
 void Durations::submitted(const c10::Stream& stream, int64_t nbytes, bool encodes) {
-  if (!measuring() || captured(stream.device())) {
+  if (!measuring() || captures_graph(stream.device())) {
     return;
   }
   MomentPtr now = moment_on(stream);
@@ -57,12 +59,6 @@ void Durations::submitted(const c10::Stream& stream, int64_t nbytes, bool encode
     ended_.push_back({{}, static_cast<double>(nbytes), before, now, encodes});
   }
   before = std::move(now);
-}
-
-// Whether a graph is captured: an event that is recorded then belongs to the graph. It never
-// happens, and asking about it is an error.
-bool Durations::captured(c10::Device device) const {
-  return device.is_cuda() && captures_ && captures_();
 }
 
 // Takes in what has happened by now, in order.

@@ -11,7 +11,6 @@
 #include <array>
 #include <cstdint>
 #include <deque>
-#include <functional>
 #include <optional>
 #include <string>
 #include <unordered_map>
@@ -32,10 +31,10 @@ class Durations {
     std::optional<bool> encodes;  // the codec's: whether it encodes; nothing: an operator
   };
 
-  // The rates are the codec's, in bytes of storages per second: this sets them. `captures`: whether
-  // the current stream of a GPU captures a graph; empty: never. All outlive this.
-  Durations(double& encode_rate, double& decode_rate, const std::function<bool()>& captures)
-      : encode_rate_(encode_rate), decode_rate_(decode_rate), captures_(captures) {}
+  // The rates are the codec's, in bytes of storages per second: this sets them, and
+  // they outlive it.
+  Durations(double& encode_rate, double& decode_rate)
+      : encode_rate_(encode_rate), decode_rate_(decode_rate) {}
   Durations(const Durations&) = delete;
   Durations& operator=(const Durations&) = delete;
 
@@ -70,13 +69,11 @@ class Durations {
     int64_t iteration = 0;  // never measured
   };
 
-  bool captured(c10::Device device) const;
   void read();
   void learn_operator(const Span& span, double seconds);
   void learn_rate(const Span& span, double seconds);
 
   double &encode_rate_, &decode_rate_;
-  const std::function<bool()>& captures_;
   int64_t iteration_ = 0;
   std::unordered_map<std::string, Operator> operators_;
   std::array<Codec, 2> codec_;          // of decodes, of encodes

@@ -6,7 +6,6 @@
 #include <cstddef>
 #include <cstdint>
 #include <deque>
-#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
@@ -18,6 +17,7 @@
 #include "block_form.h"
 #include "expectations.h"
 #include "frame_form.h"
+#include "lane/graph_capture.h"
 #include "reasons.h"
 
 namespace memswap {
@@ -59,16 +59,13 @@ class Transfers {
   struct Traits {
     Action action = Action::kSwap;          // where nobody names one
     Action without_recipe = Action::kSwap;  // of what was to be recomputed, and has no recipe
-    // Whether the current stream captures a graph now, so that nothing may leave; empty: none ever
-    // does on such a device.
-    std::function<bool()> captures;
   };
 
   Transfers(c10::Device device, ExpectationsPtr expectations, std::unique_ptr<Opener> opener,
             Traits traits)
       : device(device),
         expectations(std::move(expectations)),
-        traits(std::move(traits)),
+        traits(traits),
         opener_(std::move(opener)) {}
   Transfers(const Transfers&) = delete;
   Transfers& operator=(const Transfers&) = delete;
@@ -136,7 +133,7 @@ class Transfers {
   // Whether the device works while the thread that asks goes on.
   bool works_ahead() const { return !device.is_cpu(); }
   // Whether nothing may leave now, as the current stream captures a graph.
-  bool captures() const { return traits.captures && traits.captures(); }
+  bool captures() const { return captures_graph(device); }
 
   const c10::Device device;
   const ExpectationsPtr expectations;

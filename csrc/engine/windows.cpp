@@ -7,6 +7,7 @@
 #include "codec/stream_codec_lane.h"
 #include "engine.h"
 #include "iteration.h"
+#include "lane/graph_capture.h"
 #include "reasons.h"
 
 namespace memswap {
@@ -142,7 +143,7 @@ void Windows::bring(const std::vector<EntryPtr>& entries) {
 
 bool Windows::on_stream(const c10::Stream& stream) {
   const bool is_it = is_current ? is_current(stream) : current_stream(stream.device()) == stream;
-  return is_it && !(captures && stream.device().is_cuda() && captures());
+  return is_it && !captures_graph(stream);
 }
 
 void Windows::notice(const AnyLanePtr& lane, int64_t nbytes, bool encoded) {

@@ -50,9 +50,7 @@ class Windows final : private WindowQueue::Work {
   WindowQueue queue;
   // Whether a stream is the calling thread's current one; empty: it is asked.
   std::function<bool(const c10::Stream&)> is_current;
-  // Whether the current stream of a GPU captures a graph; empty: never.
-  std::function<bool()> captures;
-  Durations durations{queue.encode_rate, queue.decode_rate, captures};
+  Durations durations{queue.encode_rate, queue.decode_rate};
 
  private:
   TicketPtr start(const PendingEncode& pending) override;

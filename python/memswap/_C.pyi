@@ -144,12 +144,12 @@ class Transfers:
         opener: object,
         action: Action,
         without_recipe: Action,
-        captures: Callable[[], bool] | None,
     ) -> None: ...
     def send(
         self, form: Form, storage: StorageRef, key: TensorKey
     ) -> tuple[AwayForm, Ticket] | Refused: ...
     def learn(self) -> None: ...
+    def captures(self) -> bool: ...  # a graph is captured now, and nothing may leave
     @property
     def awaited_reports(self) -> int: ...
 
@@ -184,7 +184,6 @@ class WindowQueue:
 class Windows:
     """Codec work of an engine that waits for windows (csrc/engine/windows.h)."""
 
-    captures: Callable[[], bool] | None  # whether a GPU's current stream captures a graph
     is_current: Callable[[torch.Stream], bool] | None  # None: by asking the device
 
     def open(self, seconds: float) -> None: ...
@@ -539,9 +538,7 @@ class Recorder:
 
     workspace: Workspace | None
 
-    def __init__(
-        self, device: torch.device, capturing: Callable[[], bool] | None = None
-    ) -> None: ...
+    def __init__(self, device: torch.device) -> None: ...
     def choose(
         self, unit: str, ordinal: int, nbytes: int, dtype: torch.dtype, action: Action, /
     ) -> None: ...

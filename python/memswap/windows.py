@@ -105,7 +105,6 @@ class Windows:
         assert windows is not None  # of that schedule
         windows.queue.max_pending_bytes = self.pending_bound()
         windows.queue.leftovers_start = self.leftovers == "start"
-        windows.captures = torch.cuda.is_current_stream_capturing  # then nothing is encoded
         return engine
 
 

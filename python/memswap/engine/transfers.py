@@ -25,7 +25,7 @@ from memswap.engine.pools import IN_MEMORY, PAGEABLE, DiskPool, HostPool
 from memswap.errors import TransferError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Iterable, Iterator
 
     from memswap._C import CodecLane
 
@@ -163,10 +163,6 @@ class Transfers(native.Transfers):
         self._overflow_pool: HostPool | None = None
         #: Whether the device works while the thread that asks goes on.
         self.works_ahead = device.type != "cpu"
-        #: Whether the current stream of this device captures a graph; None: none ever does.
-        self.capturing: Callable[[], bool] | None = None
-        if device.type == "cuda":
-            self.capturing = torch.cuda.is_current_stream_capturing
         #: The action of a policy that names none.
         self.default_action = default_action(device, pool)
         #: The action for a storage that was to be recomputed and has no recipe.
@@ -179,7 +175,6 @@ class Transfers(native.Transfers):
             opener=self,
             action=self.default_action,
             without_recipe=self.without_recipe,
-            captures=self.capturing,
         )
 
     def open_blocks(self) -> native.BlockSender:
@@ -257,7 +252,7 @@ class Transfers(native.Transfers):
         `iteration_bytes`: what the last one saved.
         """
         # What a graph being captured would be asked to wait for, and an event to be queried.
-        if self.capturing is None or not self.capturing():
+        if not self.captures():
             self.check_decodes()
         self.expectations.begin_iteration()
         self._leaving_bytes, self._iteration_bytes = leaving_bytes, iteration_bytes

@@ -316,7 +316,7 @@ class BudgetDirector:
         assert transfers is not None  # or the engine would not have asked
         timing, plan, plain = None, kind.plan, False
         if self._learner.times(kind):
-            recorder = native.Recorder(transfers.device, transfers.capturing)
+            recorder = native.Recorder(transfers.device)
             timing = Timing(first, device, recorder, RecipeRecord())
             kind.planning = kind.planning or self._learner.together
         kind.count()

@@ -63,8 +63,11 @@ TEST_F(Laps, TimeDoesNotRunBackwards) {
 }
 
 TEST_F(Laps, AProcessorCapturesNoGraph) {
-  EXPECT_NE(Clock(kCpu, [] { return true; }).now(), nullptr);
-  EXPECT_EQ(Clock(testing::kFakeDevice, [] { return true; }).now(), nullptr);
+  testing::graph_is_captured = true;
+  EXPECT_NE(Clock(kCpu).now(), nullptr);
+  EXPECT_EQ(Clock(testing::kFakeDevice).now() == nullptr, kEveryDeviceIsAsked);
+  testing::graph_is_captured = false;
+  EXPECT_NE(Clock(testing::kFakeDevice).now(), nullptr);
 }
 
 }  // namespace

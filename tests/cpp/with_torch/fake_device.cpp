@@ -4,6 +4,7 @@
 #include <ATen/ops/empty.h>
 #include <c10/core/Allocator.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
+#include <torch/headeronly/version.h>
 #include <torch/library.h>
 
 #include <atomic>
@@ -19,6 +20,7 @@ namespace memswap::testing {
 
 std::function<void()> in_event_call;
 bool events_have_ended = false;
+bool graph_is_captured = false;
 double elapsed_ms = 0;
 
 namespace {
@@ -73,6 +75,10 @@ class FakeGuard final : public c10::impl::DeviceGuardImplInterface {
   c10::Stream exchangeStream(c10::Stream next) const override {
     return stream(std::exchange(current_stream, next.id()));
   }
+
+#if TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR >= 12
+  bool isStreamCapturing(const c10::Stream&) const override { return graph_is_captured; }
+#endif
 
   void record(void** event, const c10::Stream&, const c10::DeviceIndex,
               const c10::EventFlag) const override {

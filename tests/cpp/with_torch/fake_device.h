@@ -22,6 +22,9 @@ extern std::function<void()> in_event_call;
 // What event queries answer.
 extern bool events_have_ended;
 
+// Whether every stream captures a graph: of a torch that asks (kEveryDeviceIsAsked).
+extern bool graph_is_captured;
+
 // Milliseconds between any two of them. kNoClock: the device cannot tell.
 extern double elapsed_ms;
 inline constexpr double kNoClock = std::numeric_limits<double>::infinity();

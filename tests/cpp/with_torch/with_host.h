@@ -23,12 +23,12 @@ class OneSender final : public Transfers::Opener {
   const std::shared_ptr<BlockSender> sender_;
 };
 
-inline TransfersPtr transfers_by(std::shared_ptr<BlockSender> sender,
-                                 Transfers::Traits traits = {}) {
+inline TransfersPtr transfers_by(std::shared_ptr<BlockSender> sender, Transfers::Traits traits = {},
+                                 c10::Device device = c10::kCPU) {
   return std::make_shared<Transfers>(
-      c10::Device(c10::kCPU),
+      device,
       std::make_shared<Expectations>(Expectations::Device{.worst_case = true}, ExpectationLimits{}),
-      std::make_unique<OneSender>(std::move(sender)), std::move(traits));
+      std::make_unique<OneSender>(std::move(sender)), traits);
 }
 
 // Answers as a test says, and counts how often it was asked.

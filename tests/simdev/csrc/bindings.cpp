@@ -146,6 +146,7 @@ PYBIND11_MODULE(_C, m) {
   m.def("set_generator_state", &set_generator_state);
   m.def("operator_counts", &operator_count_table);
   m.def("memo_size", &memo_size);
+  m.def("set_capturing", &set_capturing);
 
   // codec/codec.h; both capsules are named memswap_codec
   m.def("codec_on_streams", [](const py::capsule& host) {

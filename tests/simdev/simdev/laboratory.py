@@ -268,6 +268,19 @@ def host_access(tensor: torch.Tensor, *, write: bool = False, name: str = "host"
     _C.host_access(tensor.data_ptr(), nbytes, write, name)
 
 
+@contextlib.contextmanager
+def capturing(stream: torch.Stream) -> Iterator[None]:
+    """The stream says that it captures a graph (of a torch that asks: 2.13).
+
+    Nothing is captured: what is submitted runs as ever.
+    """
+    _C.set_capturing(stream.device_index, stream.stream_id, True)
+    try:
+        yield
+    finally:
+        _C.set_capturing(stream.device_index, stream.stream_id, False)
+
+
 # ---------------------------------------------------------------- virtual time
 class VirtualClock:
     """Virtual time since the `virtual_time` block began."""

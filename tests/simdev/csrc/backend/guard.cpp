@@ -3,6 +3,7 @@
 #include <torch/headeronly/version.h>
 
 #include <array>
+#include <atomic>
 
 #include "backend.h"
 
@@ -11,6 +12,8 @@ namespace {
 
 thread_local c10::DeviceIndex tls_device = 0;
 thread_local std::array<int, kDevices> tls_stream{};
+
+std::array<std::atomic<bool>, kStreams> capturing{};
 
 class Guard final : public c10::impl::DeviceGuardImplInterface {
  public:
@@ -65,8 +68,9 @@ class Guard final : public c10::impl::DeviceGuardImplInterface {
     synchronize_device(device < 0 ? tls_device : device);
   }
 #if TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR >= 12
-  // The base class throws in 2.12.
-  bool isStreamCapturing(const c10::Stream&) const override { return false; }
+  bool isStreamCapturing(const c10::Stream& stream) const override {
+    return capturing.at(static_cast<size_t>(slot_of(stream_id(stream))));
+  }
 #endif
 
   // An event is a heap-allocated RecordingPtr: c10::Event owns it through destroyEvent.
@@ -112,6 +116,10 @@ class Guard final : public c10::impl::DeviceGuardImplInterface {
 C10_REGISTER_GUARD_IMPL(PrivateUse1, Guard)
 
 }  // namespace
+
+void set_capturing(int device, int stream, bool captures) {
+  capturing.at(static_cast<size_t>(slot_of({device, stream}))) = captures;
+}
 
 c10::DeviceIndex current_device() { return tls_device; }
 

@@ -17,5 +17,8 @@ void set_generator_state(int device, uint64_t seed, uint64_t offset);
 // Asynchronous operators, blocking ones, and the blocking ones by name.
 std::tuple<uint64_t, uint64_t, std::map<std::string, uint64_t>> operator_count_table();
 size_t memo_size();
+// What a stream answers to the question whether it captures a graph. It captures nothing: what is
+// submitted is done as ever.
+void set_capturing(int device, int stream, bool captures);
 
 }  // namespace simdev
