@@ -19,25 +19,6 @@ inline constexpr std::tuple kMembers<Plan::Place>{
     &Plan::Place::departures,   &Plan::Place::fetches,   &Plan::Place::departs,
     &Plan::Place::frame_nbytes, &Plan::Place::for_recipe};
 
-namespace {
-
-// A weak reference to an entry: equal to any other one to the same entry.
-class EntryReference {
- public:
-  explicit EntryReference(Entry& entry) : entry_(entry.weak_from_this()), address_(&entry) {}
-  EntryPtr lock() const { return entry_.lock(); }
-  bool operator==(const EntryReference& other) const {
-    return !entry_.owner_before(other.entry_) && !other.entry_.owner_before(entry_);
-  }
-  size_t hash() const { return std::hash<const void*>()(address_); }
-
- private:
-  std::weak_ptr<Entry> entry_;
-  const void* address_;
-};
-
-}  // namespace
-
 void bind_entry(py::module_& module) {
   py::native_enum<State>(module, "State", "enum.Enum")
       .value("RESIDENT", State::kResident)

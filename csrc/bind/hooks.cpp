@@ -7,6 +7,7 @@
 #include <torch/csrc/autograd/python_variable.h>
 
 #include <new>
+#include <vector>
 
 #include "bind.h"
 #include "engine/batch.h"
@@ -44,8 +45,10 @@ py::object owned(PyObject* result) {
 
 struct HandleObject {
   PyObject_HEAD SavedTensor saved;
-  PyObject* owner;  // the engine's object, or None
-  PyObject* batch;  // of a group, or None
+  PyObject* owner;   // the engine's object, or None
+  PyObject* batch;   // of a group, or None
+  PyObject* passed;  // what stands for the tensor since other hooks were given it, or nullptr
+  bool waits;        // it is kept, and saved once its operator has run
 };
 
 PyTypeObject* handle_type = nullptr;  // set once, by bind_handle
@@ -56,6 +59,9 @@ PyObject* unpack(PyObject* object, PyObject*) {
   return guarded([&] {
     const auto alive = py::reinterpret_borrow<py::object>(object);  // whatever other threads drop
     const HandleObject* const self = handle_of(object);
+    if (self->passed != nullptr) {
+      return py::handle(self->passed).attr("unpack")().release().ptr();
+    }
     if (self->batch != Py_None) {
       py::handle(self->batch).cast<Batch&>().notice_demand(self->saved.entry());
     }
@@ -76,6 +82,7 @@ PyObject* unpack_any(PyObject*, PyObject* handle) {
 int traverse(PyObject* self, visitproc visit, void* arg) {
   Py_VISIT(handle_of(self)->owner);
   Py_VISIT(handle_of(self)->batch);
+  Py_VISIT(handle_of(self)->passed);
   Py_VISIT(Py_TYPE(self));
   return 0;
 }
@@ -89,6 +96,7 @@ void dealloc(PyObject* object) {
   {
     const py::error_scope pending;
     std::destroy_at(&self->saved);
+    Py_CLEAR(self->passed);
     Py_CLEAR(self->batch);
     Py_CLEAR(self->owner);
   }
@@ -101,6 +109,8 @@ PyObject* get(PyObject* self, void*) {
   return guarded([&] { return py::cast((handle_of(self)->saved.*property)()).release().ptr(); });
 }
 
+PyObject* waits(PyObject* self, void*) { return PyBool_FromLong(handle_of(self)->waits); }
+
 PyMethodDef methods[] = {{"unpack", unpack, METH_NOARGS, nullptr}, {}};
 PyMethodDef functions[] = {{"unpack", unpack_any, METH_O, nullptr}, {}};
 
@@ -108,6 +118,7 @@ PyGetSetDef properties[] = {
     {"entry", get<&SavedTensor::known>, nullptr, nullptr, nullptr},
     {"view", get<&SavedTensor::view>, nullptr, nullptr, nullptr},
     {"stays", get<&SavedTensor::stays>, nullptr, nullptr, nullptr},
+    {"waits", waits, nullptr, nullptr, nullptr},
     {"tensor", get<&SavedTensor::tensor>, nullptr, nullptr, nullptr},
     {},
 };
@@ -183,12 +194,17 @@ struct Scope : HookScope {
   Batch* batch_or_null() const { return batch.is_none() ? nullptr : &batch.cast<Batch&>(); }
 
   const EnginePtr engine;
-  py::object owner;                 // the engine's object
-  bool pushed = false;              // its hooks are installed
-  py::object outer = py::none();    // the hooks that were installed before, or None
-  py::object batch = py::none();    // of a group, that saves here, or None
-  py::object waiting = py::none();  // what is saved once its operator has run, or None
-  uint64_t node = 0;                // of autograd, whose saving `waiting` waits for
+  py::object owner;               // the engine's object
+  bool pushed = false;            // its hooks are installed
+  py::object outer = py::none();  // the hooks that were installed before, or None
+  py::object batch = py::none();  // of a group, that saves here, or None
+  // Saved once its operator has run. Nobody else may have the handle any more by then.
+  struct Waiting {
+    py::object handle, tensor;
+    SavedView view;
+  };
+  std::vector<Waiting> waiting;
+  uint64_t node = 0;  // of autograd, whose saving `waiting` waits for
 };
 
 // Without looking the type up: every scope holds its Scope in the same place. nullptr: it is being
@@ -213,17 +229,12 @@ bool is_of_subclass(PyObject* object, const at::Tensor& tensor) {
   return !Py_IS_TYPE(base.ptr(), plain);
 }
 
-// [Note: What an operator fills after it was saved]
-// Autograd saves the inputs of an operator before it runs, and rrelu's noise is one: memory that
-// torch has just allocated, and that the operator fills without counting an edit. Sent at once, the
-// bytes of before would come back. So a tensor that nobody but torch has seen, that no operator of
-// a graph made and that no edit was counted of, waits until another node saves or the scope ends,
-// and is saved then. Outputs without a gradient (the statistics of a norm) look the same and wait
-// too.
+// Whether a tensor waits ([Note: What an operator fills after it was saved]). A small one stays,
+// filled or not, unless other hooks are given it.
 constexpr Py_ssize_t kTorchsReferences = 2;  // the native tensor's and the caller's
-bool may_be_filled_yet(PyObject* tensor, const SavedView& view) {
-  return Py_REFCNT(tensor) <= kTorchsReferences && !view.computed() && view.version() == 0 &&
-         view.of_floats();
+bool has_to_wait(const Scope& scope, PyObject* tensor, const SavedView& view) {
+  return scope.pushed && Py_REFCNT(tensor) <= kTorchsReferences && view.may_be_filled_yet() &&
+         (!scope.outer.is_none() || !scope.engine->is_small(view));
 }
 
 // The handle of a plain tensor. The lock is held.
@@ -238,6 +249,35 @@ py::object save(Scope& scope, PyObject* tensor, SavedView&& view) {
                     [&] { return SavedTensor::moved(std::move(entry), std::move(view)); });
 }
 
+// Hands a tensor that stays to the outer hooks, if there are any.
+py::object or_outer(py::handle self, const Scope& scope, py::handle tensor, py::object handle) {
+  return scope.outer.is_none() ? handle : self.attr("or_outer")(tensor, handle);
+}
+
+// The operators of the tensors that wait have run: they are saved.
+void pack_waiting(py::handle self, Scope& scope) {
+  for (Scope::Waiting& one : std::exchange(scope.waiting, {})) {
+    if (Py_REFCNT(one.handle.ptr()) == 1) {
+      continue;  // autograd has let it go
+    }
+    py::object saved;
+    {
+      const Locked locked(scope.engine->lock);
+      saved = save(scope, one.tensor.ptr(), std::move(one.view));
+    }
+    saved = or_outer(self, scope, one.tensor, std::move(saved));
+    HandleObject& handle = *handle_of(one.handle.ptr());
+    handle.waits = false;
+    if (Py_IS_TYPE(saved.ptr(), handle_type)) {
+      std::swap(handle.saved, handle_of(saved.ptr())->saved);
+      std::swap(handle.batch, handle_of(saved.ptr())->batch);
+    } else {
+      handle.passed = saved.release().ptr();
+      handle.saved = SavedTensor::kept({}, 0, nullptr);
+    }
+  }
+}
+
 py::object pack_plain(py::handle self, Scope& scope, py::handle object, SavedView&& view) {
   Engine& engine = *scope.engine;
   const at::Tensor& tensor = THPVariable_Unpack(object.ptr());
@@ -250,8 +290,10 @@ py::object pack_plain(py::handle self, Scope& scope, py::handle object, SavedVie
     engine.keep(view, reason);
     return kept_handle(object.ptr(), nullptr, scope.owner.ptr());
   }
-  if (scope.pushed && may_be_filled_yet(object.ptr(), view)) {
-    py::object later = self.attr("pack_later")(object, std::move(view));
+  if (has_to_wait(scope, object.ptr(), view)) {
+    py::object later = kept_handle(object.ptr(), nullptr, scope.owner.ptr());
+    handle_of(later.ptr())->waits = true;
+    scope.waiting.push_back({later, py::reinterpret_borrow<py::object>(object), std::move(view)});
     scope.node = at::sequence_number::peek();
     return later;
   }
@@ -266,8 +308,8 @@ PyObject* pack(PyObject* object, PyObject* tensor) {
     }
     const py::handle self(object);
     Scope& scope = *scope_in(object);
-    if (!scope.waiting.is_none() && scope.node != at::sequence_number::peek()) {
-      self.attr("pack_waiting")();
+    if (!scope.waiting.empty() && scope.node != at::sequence_number::peek()) {
+      pack_waiting(self, scope);
     }
     ++scope.packs;
     std::optional<SavedView> view = SavedView::capture(THPVariable_Unpack(tensor));
@@ -277,8 +319,8 @@ PyObject* pack(PyObject* object, PyObject* tensor) {
     wait_for_collectives(THPVariable_Unpack(tensor));
     py::object handle = pack_plain(self, scope, tensor, std::move(*view));
     scope.engine->tell();
-    if (!scope.outer.is_none()) {
-      handle = self.attr("or_outer")(py::handle(tensor), handle);
+    if (!handle_of(handle.ptr())->waits) {
+      handle = or_outer(self, scope, tensor, std::move(handle));
     }
     return handle.release().ptr();
   });
@@ -294,15 +336,20 @@ void collect(PyHeapTypeObject* heap_type) {
   type.tp_traverse = [](PyObject* self, visitproc visit, void* arg) {
     Py_VISIT(Py_TYPE(self));
     if (const Scope* const scope = scope_in(self)) {
-      for (const auto* held : {&scope->owner, &scope->outer, &scope->batch, &scope->waiting}) {
+      for (const auto* held : {&scope->owner, &scope->outer, &scope->batch}) {
         Py_VISIT(held->ptr());
+      }
+      for (const Scope::Waiting& one : scope->waiting) {
+        Py_VISIT(one.handle.ptr());
+        Py_VISIT(one.tensor.ptr());
       }
     }
     return 0;
   };
   type.tp_clear = [](PyObject* self) {
     if (Scope* const scope = scope_in(self)) {
-      scope->outer = scope->batch = scope->waiting = py::none();
+      scope->outer = scope->batch = py::none();
+      std::exchange(scope->waiting, {}).clear();
     }
     return 0;
   };
@@ -315,12 +362,11 @@ void bind_hooks(py::module_& module) {
   Bound<Scope> scope(module, "HookScope", py::custom_type_setup(collect));
   scope
       .writes<&Scope::unit, &Scope::action, &Scope::why_kept, &Scope::group, &Scope::ordinal,
-              &Scope::covered, &Scope::pushed, &Scope::outer, &Scope::waiting, &Scope::batch>()
+              &Scope::covered, &Scope::pushed, &Scope::outer, &Scope::batch>()
       .def_readonly("engine", &Scope::owner)
       .def(py::init<EnginePtr>(), "engine"_a.none(false))
-      .def("save", [](Scope& self, const at::Tensor& tensor, const SavedView& view) {
-        return save(self, py::cast(tensor).ptr(), SavedView(view));
-      });
+      .def("pack_waiting",
+           [](const py::object& self) { pack_waiting(self, *scope_in(self.ptr())); });
   scope.attr("pack") =
       owned(PyDescr_NewMethod(reinterpret_cast<PyTypeObject*>(scope.ptr()), &pack_method));
   module.def("observed", &OperatorLog::others_listen);

@@ -60,14 +60,6 @@ static py::object fields_of(const IterationRecord& record) {
 
 namespace {
 
-// A step whose columns fit together.
-struct CheckedStep : StepRecord {
-  template <class... Columns>
-  explicit CheckedStep(Columns&&... columns) : StepRecord{std::forward<Columns>(columns)...} {
-    check();
-  }
-};
-
 // What a lane did: the number of its WorkKind, the storage, begin and end.
 using NumberedSpan = std::tuple<int, int32_t, double, double>;
 NumberedSpan in_numbers(const WorkSpan& span) {

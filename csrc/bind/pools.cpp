@@ -2,6 +2,7 @@
 #include <system_error>
 
 #include "bind.h"
+#include "lane/gather.h"
 #include "pool/block.h"
 #include "pool/host_limits.h"
 #include "pool/numa.h"
@@ -45,19 +46,6 @@ GilHooks python_gil_hooks() {
   };
 }
 
-// First byte of a contiguous tensor in host memory that is as long as the block.
-void* bytes_of(const at::Tensor& tensor, const Block& block) {
-  if (!tensor.device().is_cpu() || !tensor.is_contiguous()) {
-    throw py::value_error("needs a contiguous tensor in host memory");
-  }
-  if (tensor.nbytes() != block.nbytes()) {
-    throw py::value_error("needs a tensor as long as the block: expected " +
-                          std::to_string(block.nbytes()) + " bytes, found " +
-                          std::to_string(tensor.nbytes()));
-  }
-  return tensor.data_ptr();
-}
-
 // As Python raises it: OSError(number, words), so that FileNotFoundError and its kin appear.
 void translate(std::exception_ptr thrown) {
   try {
@@ -88,10 +76,11 @@ void bind_pools(py::module_& module) {
       .calls<&Block::used_by>(without_gil())
       .def_property_readonly("data_ptr", [](const Block& block) { return as_int(block.data()); })
       .def(
-          "write", [](Block& block, const at::Tensor& from) { block.write(bytes_of(from, block)); },
+          "write",
+          [](Block& block, const at::Tensor& from) { block.write(bytes_for(block, from)); },
           "source"_a, without_gil())
       .def(
-          "read", [](Block& block, const at::Tensor& to) { block.read(bytes_of(to, block)); },
+          "read", [](Block& block, const at::Tensor& to) { block.read(bytes_for(block, to)); },
           "destination"_a, without_gil());
   Bound<Pool, std::shared_ptr<Pool>>(module, "Pool")
       .calls<&Pool::allocate, &Pool::reserve, &Pool::wait_reserved, &Pool::trim>(without_gil())

@@ -19,9 +19,10 @@ inline constexpr std::tuple kMembers<Taken>{&Taken::bytes, &Taken::shell};
 
 namespace {
 
-c10::StorageImpl* storage_of(const at::Tensor& tensor) {
-  return tensor.unsafeGetTensorImpl()->has_storage() ? tensor.storage().unsafeGetStorageImpl()
-                                                     : nullptr;
+uintptr_t storage_key(const at::Tensor& tensor) {
+  return tensor.unsafeGetTensorImpl()->has_storage()
+             ? as_int(tensor.storage().unsafeGetStorageImpl())
+             : 0;
 }
 
 // Whether the node that accumulates a leaf's gradient has hooks, as of DDP. Python knows the leaf's
@@ -46,9 +47,8 @@ void bind_storage(py::module_& module) {
       .calls<&WeakStorage::expired, &WeakStorage::lock>()
       .def(py::init<const StorageRef&>())
       .def_property_readonly("key", [](const WeakStorage& weak) { return as_int(weak.key()); });
-  module.def("storage_key", [](const at::Tensor& tensor) { return as_int(storage_of(tensor)); });
-  bind_functions<&part, &SavedView::capture, &accumulator_has_hooks, &lend, &take_back,
-                 &count_holders, &take_bytes, &give_bytes>(module);
+  bind_functions<&storage_key, &part, &SavedView::capture, &accumulator_has_hooks, &lend,
+                 &take_back, &count_holders, &take_bytes, &give_bytes>(module);
 
   Bound<SavedView>(module, "SavedView")
       .reads<&SavedView::of_leaf, &SavedView::storage_nbytes>()
@@ -60,13 +60,7 @@ void bind_storage(py::module_& module) {
       .def(py::init<const at::Tensor&>());
 
   module.attr("can_lend") = can_lend();
-  module.def(
-      "is_lent",
-      [](const at::Tensor& tensor) {
-        auto* const storage = storage_of(tensor);
-        return storage != nullptr && is_lent(*storage);
-      },
-      "tensor"_a);
+  module.def("is_lent", py::overload_cast<const at::Tensor&>(&is_lent), "tensor"_a);
 }
 
 }  // namespace memswap

@@ -138,6 +138,10 @@ class Engine : public std::enable_shared_from_this<Engine> {
 
   // A plain tensor is saved.
   SaveResult save(const Offer& offer);
+  // Whether a storage is too small for the policy.
+  bool is_small(const SavedView& view) const {
+    return static_cast<int64_t>(view.storage_nbytes()) < policy_.min_bytes;
+  }
   // A tensor stays, and nothing is known of its storage.
   SaveResult keep(const SavedView& view, std::string_view reason);
   // The entry of what the iteration admitted last, for a storage of that look.

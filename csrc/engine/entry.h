@@ -7,6 +7,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <stdexcept>
@@ -212,6 +213,21 @@ class Entry final : public Known, public std::enable_shared_from_this<Entry> {
   int64_t readings_left_ = 0;  // until it lets go of a storage that it was asked for
   bool fetched_ = false;
   ListPlace place_in_list_;
+};
+
+// A weak reference to an entry: equal to any other one to the same entry.
+class EntryReference {
+ public:
+  explicit EntryReference(Entry& entry) : entry_(entry.weak_from_this()), address_(&entry) {}
+  EntryPtr lock() const { return entry_.lock(); }
+  bool operator==(const EntryReference& other) const {
+    return !entry_.owner_before(other.entry_) && !other.entry_.owner_before(entry_);
+  }
+  size_t hash() const { return std::hash<const void*>()(address_); }
+
+ private:
+  std::weak_ptr<Entry> entry_;
+  const void* address_;
 };
 
 // The entry that stands for a storage; nullptr: nobody stands for it, or a Stay.

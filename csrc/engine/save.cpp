@@ -112,7 +112,7 @@ SaveResult Engine::look_up(const Offer& offer, const FoundRecipe& recipe) {
   if (found.known && !refilled(found.known, view)) {
     return save_again(offer, found.known);
   }
-  if (static_cast<int64_t>(view.storage_nbytes()) < policy_.min_bytes) {
+  if (is_small(view)) {
     return keep(view, reasons::kSmall);
   }
   if (view.edited_part()) {

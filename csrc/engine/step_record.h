@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <utility>
 #include <vector>
 
 #include "action.h"
@@ -55,6 +56,14 @@ struct StepRecord {
 
   // Throws std::invalid_argument where columns contradict each other.
   void check() const;
+};
+
+// One whose columns fit together.
+struct CheckedStep : StepRecord {
+  template <class... Columns>
+  explicit CheckedStep(Columns&&... columns) : StepRecord{std::forward<Columns>(columns)...} {
+    check();
+  }
 };
 
 }  // namespace memswap

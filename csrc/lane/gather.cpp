@@ -32,6 +32,18 @@ at::Tensor byte_view(const c10::Storage& storage, c10::DispatchKeySet keys, size
   return tensor;
 }
 
+void* bytes_for(const Block& block, const at::Tensor& tensor) {
+  if (!tensor.device().is_cpu() || !tensor.is_contiguous()) {
+    throw std::invalid_argument("needs a contiguous tensor in host memory");
+  }
+  if (tensor.nbytes() != block.nbytes()) {
+    throw std::invalid_argument("needs a tensor as long as the block: expected " +
+                                std::to_string(block.nbytes()) + " bytes, found " +
+                                std::to_string(tensor.nbytes()));
+  }
+  return tensor.data_ptr();
+}
+
 std::pair<StorageRefPtr, std::vector<size_t>> gather(const std::vector<StorageRefPtr>& storages) {
   if (storages.empty() || std::ranges::find(storages, nullptr) != storages.end()) {
     throw std::invalid_argument("memswap: found " +

@@ -8,6 +8,7 @@
 #include <utility>
 #include <vector>
 
+#include "pool/block.h"
 #include "storage/storage.h"
 
 namespace memswap {
@@ -25,6 +26,10 @@ std::pair<StorageRefPtr, std::vector<size_t>> gather(const std::vector<StorageRe
 // a tensor there.
 at::Tensor byte_view(const c10::Storage& storage, c10::DispatchKeySet keys, size_t offset,
                      size_t nbytes);
+
+// The first byte of a tensor that a whole block is written from or read into. Throws
+// std::invalid_argument unless it is contiguous, in host memory and as long as the block.
+void* bytes_for(const Block& block, const at::Tensor& tensor);
 
 // Bytes of a storage as a storage of its own, without a copy. It keeps the whole one alive; its
 // memory cannot be resized. Throws std::invalid_argument where it reaches beyond the end.

@@ -50,6 +50,11 @@ void take_back(StorageRef& shell, const std::string& message) {
   impl->release_data_and_set_meta_custom_data_ptr_error_msg_(message);
 }
 
+bool is_lent(const at::Tensor& tensor) {
+  const c10::TensorImpl* const impl = tensor.unsafeGetTensorImpl();
+  return impl->has_storage() && is_lent(*impl->storage().unsafeGetStorageImpl());
+}
+
 bool is_lent(c10::StorageImpl& storage) {
   // The one accessor that never materialises a copy-on-write storage nor raises.
   return storage._mutable_data_ptr_no_checks().get_deleter() == &return_slot;

@@ -33,6 +33,7 @@ void take_back(StorageRef& shell, const std::string& message);
 
 // Whether the storage has lent memory now.
 bool is_lent(c10::StorageImpl& storage);
+bool is_lent(const at::Tensor& tensor);
 
 // Whether the storage has memory of its own, and so many bytes of it: it was neither lent nor taken
 // away.

@@ -47,8 +47,18 @@ class SavedView {
   bool part_of_data() const { return part_of_data_; }
   // Whether an operator of a graph made the tensor, or what it is a view of.
   bool computed() const { return computed_; }
-  // Whether its elements are floats: masks and indices are not.
-  bool of_floats() const { return c10::isFloatingType(dtype_.toScalarType()); }
+  // [Note: What an operator fills after it was saved]
+  // Autograd saves the inputs of an operator before it runs, and rrelu's noise is one: memory that
+  // torch has just allocated, and that the operator fills without counting an edit. Sent at once,
+  // the bytes of before would come back. So a tensor of floats that nobody but torch has seen, that
+  // no operator of a graph made and that no edit was counted of, waits until another node saves or
+  // the scope ends, and is saved then. Outputs without a gradient (the statistics of a norm) look
+  // the same and wait too.
+  //
+  // Whether it looks so; who has seen it, Python knows.
+  bool may_be_filled_yet() const {
+    return !computed_ && version_ == 0 && c10::isFloatingType(dtype_.toScalarType());
+  }
   // Of the storage: the first byte that the tensor looks at, and the one behind the last.
   size_t begin() const { return begin_; }
   size_t end() const { return end_; }

@@ -481,6 +481,8 @@ class Handle:
     @property
     def stays(self) -> bool: ...
     @property
+    def waits(self) -> bool: ...  # it stays until its operator has run
+    @property
     def tensor(self) -> Any: ...
 
 def kept_handle(tensor: torch.Tensor, /) -> Handle: ...  # of a save whose tensor stays
@@ -496,7 +498,6 @@ class HookScope:
     why_kept: str  # what `action` keeps
     group: int | None
     outer: Any
-    waiting: Any
     ordinal: int
     covered: bool
     pushed: bool
@@ -506,7 +507,7 @@ class HookScope:
     @property
     def engine(self) -> Any: ...
     def pack(self, tensor: torch.Tensor, /) -> Any: ...
-    def save(self, tensor: torch.Tensor, view: SavedView, /) -> Handle: ...
+    def pack_waiting(self) -> None: ...  # the operators of what waits have run
 
 class IterationRecord:
     """What one iteration was like, in columns (csrc/engine/iteration_record.h)."""

@@ -60,7 +60,7 @@ def test_the_first_steps_learn_and_the_fourth_begins_with_a_plan(device, new_poo
 
 
 class Chain(nn.Module):
-    """One unit that saves so many storages."""
+    """One unit that saves so many storages, and statistics of norms that wait to be saved."""
 
     def __init__(self, count: int) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ class Chain(nn.Module):
 
     def forward(self, x):
         for _ in range(self.count):
-            x = (x * self.weight).tanh()
+            x = nn.functional.layer_norm((x * self.weight).tanh(), (64,))
         return x
 
 

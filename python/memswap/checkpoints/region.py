@@ -300,7 +300,7 @@ class _Held:
         self._tensor: torch.Tensor | None = None
         if handle is None:
             self._tensor = tensor.detach()
-        elif isinstance(handle, native.Handle) and handle.stays:
+        elif isinstance(handle, native.Handle) and handle.stays and not handle.waits:
             self._tensor = handle.tensor  # the engine asks whether others hold a storage
 
     def count(self, scope: HookScope) -> None:

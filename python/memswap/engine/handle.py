@@ -13,21 +13,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 
-class Later:
-    """The handle of a save that waits until its operator has run.
-
-    See [Note: What an operator fills after it was saved] in csrc/bind/hooks.cpp.
-    """
-
-    __slots__ = ("__weakref__", "handle")
-
-    def __init__(self, handle: Handle) -> None:
-        self.handle = handle
-
-    def unpack(self) -> torch.Tensor:
-        return self.handle.unpack()
-
-
 @dataclass(slots=True, eq=False)
 class Passed:
     """The handle of a save that goes to the hooks that were installed before ours."""
@@ -87,7 +72,7 @@ class Parts:
 
 
 #: The native one is a share of an entry, or a tensor that stays (csrc/engine/entry.h).
-Handle = native.Handle | Later | Passed | Parts
+Handle = native.Handle | Passed | Parts
 
 
 #: The unpack hook of every engine: (handle) -> tensor.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from typing import TYPE_CHECKING, Any
-from weakref import ref
 
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
@@ -13,13 +12,12 @@ from memswap._native import native
 from memswap.engine.autograd import arrived, is_frozen_parameter, is_parameter, top_hooks
 from memswap.engine.calls import is_running
 from memswap.engine.compiled import uncompiled_methods
-from memswap.engine.handle import Given, Handle, Later, Parts, Passed, unpack
+from memswap.engine.handle import Given, Handle, Parts, Passed, unpack
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from types import FrameType
 
-    from memswap._C import SavedView
     from memswap.engine.action import Action
     from memswap.engine.batch import Batch
     from memswap.engine.engine import Engine
@@ -64,7 +62,6 @@ class HookScope(native.HookScope):
     """The reason that is counted for what `action` keeps."""
     group: int | None
     outer: HookPair | None
-    waiting: list[tuple[ref[Later], torch.Tensor, SavedView]] | None
     ordinal: int
     """Of the storage that was considered last."""
     batch: Batch | None
@@ -132,8 +129,7 @@ class HookScope(native.HookScope):
         """The block or the call ends: take the hooks off."""
         uninstall_interrupted(self)
         self.uninstall()
-        if self.waiting is not None:
-            self.pack_waiting()
+        self.pack_waiting()
 
     def abandon(self) -> None:
         """The call's end was not seen, or will not be: take the hooks off if they are innermost.
@@ -143,8 +139,7 @@ class HookScope(native.HookScope):
         uninstall_interrupted()
         if self._on_top() or not self.pushed:  # where they are off, the call's frame goes
             self.uninstall()
-        if self.waiting is not None:
-            self.pack_waiting()
+        self.pack_waiting()
 
     def uninstall(self) -> None:
         """Take the hooks off if they are there. See [Note: Interrupts]."""
@@ -170,28 +165,6 @@ class HookScope(native.HookScope):
             return handle
         pack_hook, unpack_hook = self.outer
         return Passed(pack_hook(tensor), unpack_hook)
-
-    def pack_later(self, tensor: torch.Tensor, view: SavedView) -> Handle:
-        """A tensor that its operator may not have filled yet. The engine's lock is held."""
-        engine = self.engine
-        if self.outer is None and view.storage_nbytes < engine.policy.min_bytes:
-            handle: Handle = self.save(tensor, view)
-            return handle
-        later = Later(native.kept_handle(tensor))
-        waiting = [] if self.waiting is None else self.waiting
-        waiting.append((ref(later), tensor, view))
-        self.waiting = waiting
-        return later
-
-    def pack_waiting(self) -> None:
-        """The operators of the tensors that wait have run: save them."""
-        waiting, self.waiting = self.waiting, None
-        for reference, tensor, view in waiting or ():
-            later = reference()
-            if later is not None:
-                with self.engine.lock:
-                    handle = self.save(tensor, view)
-                later.handle = self.or_outer(tensor, handle)
 
     def pack_unusual(self, tensor: torch.Tensor) -> Handle:
         """A tensor that a storage alone does not describe: by its parts, or kept.
