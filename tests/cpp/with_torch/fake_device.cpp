@@ -11,6 +11,7 @@
 #include <chrono>
 #include <condition_variable>
 #include <cstdlib>
+#include <cstring>
 #include <mutex>
 #include <utility>
 
@@ -133,9 +134,25 @@ at::Tensor empty(at::IntArrayRef size, std::optional<at::ScalarType> dtype,
 
 at::Tensor copy_from(const at::Tensor&, const at::Tensor& to, bool) { return to; }
 
+at::Tensor as_strided(const at::Tensor& self, at::IntArrayRef size, at::IntArrayRef stride,
+                      std::optional<int64_t> offset) {
+  auto view = at::detail::make_tensor<c10::TensorImpl>(
+      c10::TensorImpl::VIEW, c10::Storage(self.storage()), self.key_set(), self.dtype());
+  view.unsafeGetTensorImpl()->set_storage_offset(offset.value_or(self.storage_offset()));
+  view.unsafeGetTensorImpl()->set_sizes_and_strides(size, stride);
+  return view;
+}
+
+at::Tensor& zero_(at::Tensor& self) {
+  std::memset(self.mutable_data_ptr(), 0, self.nbytes());
+  return self;
+}
+
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
   library.impl("empty.memory_format", empty);
   library.impl("_copy_from", copy_from);
+  library.impl("as_strided", as_strided);
+  library.impl("zero_", zero_);
 }
 
 }  // namespace
