@@ -10,6 +10,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <string>
 #include <thread>
 #include <type_traits>
 #include <utility>
@@ -18,6 +19,7 @@
 #include "lane/worker_lane.h"
 #include "pool/host_slabs.h"
 #include "pool/pool.h"
+#include "storage/lend.h"
 #include "with_host.h"
 #include "with_recipes.h"
 
@@ -227,19 +229,28 @@ class ChecksNothing final : public EngineRecipeHost {
   }
 };
 
+// Memory under a parameter that comes and goes, which is taken for memory that stays.
+class TakesAllForTheModels final : public EngineRecipeHost {
+ public:
+  using EngineRecipeHost::EngineRecipeHost;
+  Standing standing(const KnownTensor& tensor) override {
+    return tensor.view.of_leaf() ? Standing::kPersistent : EngineRecipeHost::standing(tensor);
+  }
+};
+
 constexpr int64_t kRows = 64;
 constexpr int64_t kWideBytes = kRows * kRows * 4, kNarrowBytes = kRows * kRows * 2;
 
 // An engine whose storages go to a pool, or are recomputed.
 struct Recomputing {
   template <class RecipesHost>
-  explicit Recomputing(std::type_identity<RecipesHost>) {
+  explicit Recomputing(std::type_identity<RecipesHost>, int proofs = 1) {
     const testing::HostedEngine hosted =
         testing::hosted_engine(testing::transfers_by(std::make_shared<BlockSender>(lane, pool)));
     engine = hosted.engine;
     engine->set_policy({.min_bytes = 1, .action = Action::kRecompute});
     testing::Host& host = hosted.host;
-    host.proofs = 1;
+    host.proofs = proofs;
     host.recipe_host = [](std::weak_ptr<Engine> of) { return std::make_unique<RecipesHost>(of); };
     host.open_recipes(*engine);
   }
@@ -323,13 +334,56 @@ struct Recomputing {
     }
   }
 
+  // What a demand sees after other weights were gathered to the memory under a leaf, which is none
+  // of the model's own parameters. torch counts no edit of it.
+  Seen after_other_weights_came() {
+    engine->set_persistent({leaf});
+    const at::Tensor gathered = at::randn({kRows, kRows}).requires_grad_();
+    return after_a_change_under(gathered, [&] { bytes_of(gathered.storage())[17].add_(1); });
+  }
+
+  // What a demand sees after memory that was lent to a parameter of the model's was taken back.
+  Seen after_its_memory_was_taken_back() {
+    const at::Tensor weight = at::randn({kRows, kRows}).requires_grad_();
+    engine->set_persistent({leaf, weight});
+    const StorageRef slot(at::randn({kRows, kRows}).storage());
+    StorageRef shell(weight.storage());
+    const std::string message = "its weights are gathered no longer";
+    take_back(shell, message);
+    return after_a_change_under(
+        weight, [&] { take_back(shell, message); },
+        [&] { lend(shell, slot, 0, slot.storage.nbytes()); });
+  }
+
+  // What the demands of three forwards see, where the memory under a leaf changes before each.
+  Seen after_a_change_under(
+      const at::Tensor& weight, const std::function<void()>& change,
+      const std::function<void()>& begin = [] {}) {
+    Seen seen = Seen::kRight;
+    for (int iteration = 0; iteration < 3 && seen == Seen::kRight; ++iteration) {
+      begin();
+      const at::Tensor expected = forward_of_one(weight);
+      change();
+      try {
+        seen = same_bytes(engine->demand(one)->storage, expected.storage()) ? Seen::kRight
+                                                                            : Seen::kWrong;
+      } catch (const TransferError&) {
+        seen = Seen::kRefused;
+      }
+      one.reset();
+    }
+    return seen;
+  }
+
   // Saves one storage that an operator makes of a parameter, and gives a copy of it.
-  at::Tensor forward_of_one() {
+  at::Tensor forward_of_one() { return forward_of_one(leaf); }
+
+  at::Tensor forward_of_one(const at::Tensor& parameter) {
     engine->next_iteration();
     engine->recipes()->begin_iteration();
     engine->recipes()->log().enter();
     number = 0;
-    const at::Tensor made = at::silu(leaf);
+    const at::Tensor made = at::silu(parameter);
     one = save(made);
     engine->recipes()->log().leave();
     return made.detach().clone();
@@ -367,6 +421,29 @@ TEST(RecipeMutations, ASourceThatIsInNoAccountWhileItsRecipeRuns) {
 TEST(RecipeMutations, AnEditThatTheEngineDoesNotCheck) {
   EXPECT_EQ(Recomputing(std::type_identity<EngineRecipeHost>()).after_an_edit(), Seen::kRefused);
   EXPECT_EQ(Recomputing(std::type_identity<ChecksNothing>()).after_an_edit(), Seen::kWrong)
+      << "the mutation struck nothing";
+}
+
+TEST(RecipeMutations, AGatheredWeightThatIsTakenForTheModelsOwn) {
+  EXPECT_EQ(
+      Recomputing(std::type_identity<EngineRecipeHost>(), /*proofs=*/0).after_other_weights_came(),
+      Seen::kRight);
+  EXPECT_EQ(Recomputing(std::type_identity<TakesAllForTheModels>(), /*proofs=*/0)
+                .after_other_weights_came(),
+            Seen::kWrong)
+      << "the mutation struck nothing";
+}
+
+TEST(RecipeMutations, LentMemoryThatIsTakenForMemoryThatStays) {
+  if (!can_lend()) {
+    GTEST_SKIP() << "this torch lends no memory";
+  }
+  EXPECT_EQ(Recomputing(std::type_identity<EngineRecipeHost>(), /*proofs=*/0)
+                .after_its_memory_was_taken_back(),
+            Seen::kRight);
+  EXPECT_EQ(Recomputing(std::type_identity<TakesAllForTheModels>(), /*proofs=*/0)
+                .after_its_memory_was_taken_back(),
+            Seen::kRefused)
       << "the mutation struck nothing";
 }
 
