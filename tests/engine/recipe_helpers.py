@@ -7,9 +7,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from budget_layers import rates_for
 from helpers import assert_nothing_left, assert_same_gradients, collect
+from torch import nn
 
 import memswap
+from memswap import Rates
 
 RECOMPUTE = memswap.Policy(action="recompute", min_bytes=1)
 
@@ -51,3 +54,38 @@ def check_steps(
     if runs is not None:
         assert (stats.recipe_runs > 0) == runs, f"{stats.recipe_runs} runs; {words_of(block)}"
     return block
+
+
+class Gated(nn.Module):
+    """A SwiGLU feed-forward behind a norm, and a residual sum."""
+
+    def __init__(self, width: int = 16, last: type[nn.Module] = nn.Tanh) -> None:
+        super().__init__()
+        self.last = last()
+        self.norm = nn.LayerNorm(width)
+        self.gate, self.up = nn.Linear(width, 2 * width), nn.Linear(width, 2 * width)
+        self.down = nn.Linear(2 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.norm(x)
+        return x + self.last(self.down(nn.functional.silu(self.gate(y)) * self.up(y)))
+
+
+def slow_rates(device: torch.device) -> Rates:
+    """Of a machine whose codec and link take so long that a recipe is cheap beside them.
+
+    A step's own times are measured, and a copy costs nothing that is over in them: one of hours is
+    not, however busy the machine is that the test runs on.
+    """
+    slow = dict.fromkeys(
+        (
+            "d2h_bytes_per_s",
+            "h2d_bytes_per_s",
+            "duplex_d2h_bytes_per_s",
+            "duplex_h2d_bytes_per_s",
+            "encode_bytes_per_s",
+            "decode_bytes_per_s",
+        ),
+        1.0,
+    )
+    return Rates(**{**rates_for(device).as_dict(), **slow})

@@ -7,36 +7,22 @@ from typing import Any
 
 import pytest
 import torch
-from budget_layers import rates_for
 from helpers import assert_nothing_left, assert_released, assert_same_gradients, random
+from recipe_helpers import Gated, slow_rates
 from torch import nn
 
 import memswap
-from memswap import Action, Rates
+from memswap import Action
 from memswap.engine import recipes
 from memswap.engine.hook_scope import HookScope
 from memswap.planning.director import BudgetDirector
 from memswap.planning.holding import Holding
 from memswap.planning.plan import describe
+from memswap.reports import pictures
 
 pytestmark = pytest.mark.one_schedule
 
 ANY = memswap.Policy(min_bytes=1)
-
-
-class Gated(nn.Module):
-    """A SwiGLU feed-forward behind a norm, and a residual sum."""
-
-    def __init__(self, width: int = 16, last: type[nn.Module] = nn.Tanh) -> None:
-        super().__init__()
-        self.last = last()
-        self.norm = nn.LayerNorm(width)
-        self.gate, self.up = nn.Linear(width, 2 * width), nn.Linear(width, 2 * width)
-        self.down = nn.Linear(2 * width, width)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = self.norm(x)
-        return x + self.last(self.down(nn.functional.silu(self.gate(y)) * self.up(y)))
 
 
 def new_layers(device: torch.device, depth: int = 4) -> nn.Sequential:
@@ -50,26 +36,6 @@ def step(layers: nn.Module, x: torch.Tensor, backwards: int = 1) -> list[torch.T
     for number in range(backwards):
         loss.backward(retain_graph=number + 1 < backwards)
     return [parameter.grad for parameter in layers.parameters()]
-
-
-def slow_rates(device: torch.device) -> Rates:
-    """Of a machine whose codec and link take so long that a recipe is cheap beside them.
-
-    A step's own times are measured, and a copy costs nothing that is over in them: one of hours is
-    not, however busy the machine is that the test runs on.
-    """
-    slow = dict.fromkeys(
-        (
-            "d2h_bytes_per_s",
-            "h2d_bytes_per_s",
-            "duplex_d2h_bytes_per_s",
-            "duplex_h2d_bytes_per_s",
-            "encode_bytes_per_s",
-            "decode_bytes_per_s",
-        ),
-        1.0,
-    )
-    return Rates(**{**rates_for(device).as_dict(), **slow})
 
 
 class Managed:
@@ -140,7 +106,24 @@ def test_a_plan_names_what_is_run_again_in_its_units_and_in_words(device, new_po
     recomputes = [unit for unit in plan.units if unit.actions.get(Action.RECOMPUTE)]
     assert recomputes and all("recompute " in describe(unit) for unit in recomputes)
     assert not any(unit.recompute for unit in plan.units), "a checkpoint region is another thing"
-    assert "of these, as recipes" in one.manager.report()
+    one.manager.remove()
+
+
+def row_of(report: str, name: str) -> list[str]:
+    """The columns of the one row of a report that has this name."""
+    rows = [line.strip() for line in report.splitlines() if line.strip().startswith(name)]
+    assert len(rows) == 1, f"{len(rows)} rows are called {name!r}:\n{report}"
+    return rows[0].removeprefix(name).split()
+
+
+def test_a_report_counts_what_was_recomputed_in_rows_of_its_own(device, new_pool):
+    one = Managed(device, new_pool(), "60%")
+    stats = one.step()
+    report = one.manager.report()
+    planned = [saved for saved in one.plan.storages if saved.action is Action.RECOMPUTE]
+    assert stats.recipe_storages == len(planned) > 0
+    assert row_of(report, "of these, as recipes")[0] == str(len(planned))
+    assert row_of(report, "operators run again")[0] == str(stats.recipe_runs) != "0"
     one.manager.remove()
 
 
@@ -173,15 +156,43 @@ def test_a_trace_shows_what_is_run_again_as_a_row_of_its_own(device, new_pool, t
     rows = {
         (event["pid"], event["tid"]): event["args"]["name"]
         for event in events
-        if event["name"] == "thread_name"
+        if event["name"] in ("thread_name", "process_name")
     }
-    again = [
-        event["name"]
+    again = {
+        (rows[event["pid"], 0], event["name"])
         for event in events
         if event["ph"] == "X" and rows[event["pid"], event["tid"]] == "recomputing"
+    }
+    assert again == {("memswap", words) for words in recomputed_in_words(one.plan)} != set()
+    one.manager.remove()
+
+
+def recomputed_in_words(plan: memswap.Plan) -> list[str]:
+    return [
+        f"{saved.recipe} ({saved.unit} #{index})"
+        for index, saved in enumerate(plan.storages)
+        if saved.action is Action.RECOMPUTE
     ]
-    planned = [saved for saved in one.plan.storages if saved.action is Action.RECOMPUTE]
-    assert len(again) == len(planned) > 0
+
+
+def test_a_picture_shows_what_is_run_again_as_a_row_of_its_own(
+    device, new_pool, tmp_path, monkeypatch
+):
+    pytest.importorskip("matplotlib")
+    drawn: list[Any] = []
+    write = pictures._write
+    monkeypatch.setattr(
+        pictures, "_write", lambda figure, file: (drawn.append(figure), write(figure, file))
+    )
+    one = Managed(device, new_pool(), "60%")
+    one.step()
+    written = one.manager.trace(tmp_path)
+    assert [file.name for file in written] == ["trace.json", "memory.png"]
+    lanes = drawn[0].axes[1]
+    rows = {label.get_text(): at for at, label in enumerate(lanes.get_yticklabels())}
+    bars = [bar for bar in lanes.patches if bar.get_y() < rows["recomputing"] < bar.get_y() + 1]
+    assert len(bars) == len(recomputed_in_words(one.plan)) > 0, "a recipe has no bar in its row"
+    assert all(bar.get_width() > 0 for bar in bars), "running operators again takes no time"
     one.manager.remove()
 
 
