@@ -65,7 +65,7 @@ class Policy:
        they are (``Action.ENCODE``), or swapped where a :class:`DiskPool` was given; those of an
        accelerator are swapped (``Action.SWAP``). Its name will do: ``Policy(action="swap")``. With
        ``Action.RECOMPUTE`` what has no recipe is encoded or swapped like this; so is everything in
-       groups, chains, pipelines and checkpoint regions, which recompute nothing by the tensor yet.
+       checkpoint regions, which recompute nothing by the tensor.
 
     What an action cannot do for a tensor (no room, no codec for the device, a tensor that does not
     shrink) leaves the tensor where it is; :attr:`Stats.kept` says how often and why.
