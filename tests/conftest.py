@@ -9,6 +9,9 @@ several processes.
 Tests marked `every_action` run once for each away form, or for those that the mark names: what a
 policy without an action does is then that form, every tensor is encoded, however little it
 shrinks, and recipes are used at once, before they are proven.
+
+With `--recompute` that form is a recipe in every test, under every schedule, but for tests that
+name other forms and those marked `own_form`, which says why.
 """
 
 from __future__ import annotations
@@ -50,6 +53,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--random-in-turn",
         action="store_true",
         help="each test under one random schedule, whose seed its name chooses",
+    )
+    parser.addoption(
+        "--recompute", action="store_true", help="a policy without an action recomputes, everywhere"
     )
 
 
@@ -108,8 +114,20 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason="says nothing new on an accelerator"))
         if marked("accelerator") and device == "cpu":
             item.add_marker(pytest.mark.skip(reason="needs an accelerator: --device sim or cuda"))
+        if config.getoption("--recompute") and (reason := form_of_its_own(item)):
+            item.add_marker(pytest.mark.skip(reason=reason))
         if marked("gpu") and device != "cuda":
             item.add_marker(pytest.mark.skip(reason="needs --device cuda"))
+
+
+def form_of_its_own(item: pytest.Item) -> str:
+    """Why a test does not run with --recompute, if it does not."""
+    if own_form := item.get_closest_marker("own_form"):
+        return f"with --recompute: {own_form.args[0]}"
+    every_action = item.get_closest_marker("every_action")
+    if every_action is None or "recompute" in (every_action.args or ACTIONS):
+        return ""
+    return f"with --recompute: it is about {', '.join(every_action.args)}"
 
 
 #: So many modules more are torch.compile's, or another library's.
@@ -178,10 +196,17 @@ def one_random_of(chosen: list[Any], test: str) -> list[Any]:
     return [one for one in chosen if one not in random or one is random[turn % len(random)]]
 
 
+def actions_of(metafunc: pytest.Metafunc) -> tuple[str, ...]:
+    """The away forms that a test runs with, one by one; none: what no action means for a device."""
+    if metafunc.config.getoption("--recompute"):
+        return ("recompute",)
+    marked = metafunc.definition.get_closest_marker("every_action")
+    return () if marked is None else marked.args or ACTIONS
+
+
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Once per schedule and away form."""
-    every_action = metafunc.definition.get_closest_marker("every_action")
-    actions = () if every_action is None else every_action.args or ACTIONS
+    actions = actions_of(metafunc)
     if not in_laboratory(metafunc):
         if actions:
             metafunc.parametrize("_action", actions, indirect=True)
@@ -193,25 +218,34 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     # Swapping runs under all schedules; the other ways share its engine, and tests/race breaks
     # their own edges one by one, under all schedules. Recipes, which have no lane of their own,
     # run under all of them with --slow.
-    under_all = ("swap", "recompute") if metafunc.config.getoption("--slow") else ("swap",)
+    option = metafunc.config.getoption
+    under_all = ("swap", "recompute") if option("--slow") or option("--recompute") else ("swap",)
     pairs = [(one, way) for way in actions for one in (chosen if way in under_all else few)]
     metafunc.parametrize(("_laboratory", "_action"), pairs, ids=str, indirect=True)
 
 
 @pytest.fixture(autouse=True)
 def _action(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """What a policy without an action does: as always, or what `every_action` says."""
+    """What a policy without an action does: as always, or as a mark or `--recompute` has it."""
     name: str = getattr(request, "param", "")
     if name:
         from memswap import Action
         from memswap.engine import expectations, transfers
 
         monkeypatch.setattr(transfers, "default_action", lambda device, pool: Action(name))
-        monkeypatch.setattr(expectations, "WORTH", float("inf"))
+        if request.node.get_closest_marker("every_action"):
+            monkeypatch.setattr(expectations, "WORTH", float("inf"))
     if name == "recompute":
         from memswap.engine import recipes
 
-        monkeypatch.setattr(recipes, "wants_recipes", lambda policy, directed: True)
+        wants = recipes.wants_recipes
+        monkeypatch.setattr(
+            recipes,
+            "wants_recipes",
+            lambda policy, directed: (
+                (policy.action is None and policy.recipes) or wants(policy, directed)
+            ),
+        )
         monkeypatch.setattr(recipes, "PROOFS", 0)
     return name
 

@@ -32,6 +32,7 @@ class Suite:
     device: str | None = None
     environment: dict[str, str] = field(default_factory=dict)
     without_slow: tuple[str, ...] = ()  # more arguments where the slow tests do not run
+    options: tuple[str, ...] = ()  # more arguments
 
 
 #: The tests of the engine run under this schedule with the device's name npu, and under the others
@@ -78,6 +79,21 @@ SUITES = (
         environment={"OMP_NUM_THREADS": "1"},
         without_slow=("--random-in-turn",),
     ),
+    # Everything that does not name another form, once more with recipes: what has one is run again.
+    Suite(
+        "recompute-cpu",
+        ("tests/engine",),
+        "engine tests with Action.RECOMPUTE as the policy, on the CPU",
+        options=("--recompute",),
+    ),
+    Suite(
+        "recompute-sim",
+        ("tests/engine",),
+        "engine tests with Action.RECOMPUTE as the policy, on the simulated accelerator",
+        device="sim",
+        environment={"OMP_NUM_THREADS": "1"},
+        options=("--recompute",),
+    ),
     Suite("simdev", ("tests/simdev/tests",), "tests of the simulated accelerator itself"),
     Suite(
         "parallel",
@@ -110,6 +126,9 @@ PROCESSES = (
     ("simdev",),
 )
 
+#: Those of `make test-all` alone.
+SLOW_PROCESSES = (("recompute-sim",), ("recompute-cpu",))
+
 COMPILED: dict[str, Callable[[bool], Sum]] = {
     "cpp": lambda slow: native.run_cpp(),
     "kernels": native.run_kernels,
@@ -126,7 +145,7 @@ def run_pytest(suite: Suite, slow: bool, more: list[str]) -> Sum:
     command = [sys.executable, "-m", "pytest", *[p for p in suite.paths if p not in missing]]
     command += ["-q", f"--junitxml={report}"]
     command += ["--device", suite.device] if suite.device else []
-    command += ["--slow"] if slow else suite.without_slow
+    command += [*suite.options, *(["--slow"] if slow else suite.without_slow)]
     total = Sum(failed=len(missing))
     if len(missing) < len(suite.paths):
         total.add(run_and_count(command + more, report, suite.environment))
@@ -168,8 +187,8 @@ def jobs_at_a_time() -> int:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    every = [name for names in PROCESSES for name in names]
-    parser.add_argument("--only", nargs="+", choices=every, help="these parts alone, in turn")
+    known = [name for names in (*SLOW_PROCESSES, *PROCESSES) for name in names]
+    parser.add_argument("--only", nargs="+", choices=known, help="these parts alone, in turn")
     parser.add_argument("--slow", action="store_true", help="run the tests marked slow as well")
     parser.add_argument(
         "--jobs", type=int, default=jobs_at_a_time(), help="parts that run at a time"
@@ -180,13 +199,15 @@ def main() -> int:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     # Or else each of these processes compiles all tests anew, and rewrites their assertions.
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+    processes = (*SLOW_PROCESSES, *PROCESSES) if arguments.slow else PROCESSES
     parts: dict[str, Sum] = {}
     if arguments.only is None and arguments.jobs > 1:
         with ThreadPoolExecutor(arguments.jobs) as pool:
-            running = [pool.submit(run_apart, names, arguments.slow, more) for names in PROCESSES]
+            running = [pool.submit(run_apart, names, arguments.slow, more) for names in processes]
         for one in running:
             parts |= one.result()
     else:
+        every = [name for names in processes for name in names]
         parts = run_here(arguments.only or every, arguments.slow, more)
     if arguments.sums:
         with open(arguments.sums, "w", encoding="utf-8") as file:
@@ -195,7 +216,7 @@ def main() -> int:
     total = Sum()
     for name, part in parts.items():
         total.add(part)
-        print(f"{name:8} {part}")
+        print(f"{name:13} {part}")
     print(total, flush=True)
     return 1 if total.failed or not total.passed else 0
 

@@ -476,6 +476,7 @@ def test_on_a_cpu_a_budget_encodes_what_is_needed_and_no_more():
         assert manager.stats().peak_resident_bytes <= budget
 
 
+@pytest.mark.own_form("it is about frames")
 @pytest.mark.cpu_only
 def test_on_a_cpu_frames_that_become_longer_lead_to_another_plan_and_to_no_other_bit(monkeypatch):
     """There is nowhere else for the bytes to go: the next plan encodes more, or warns."""

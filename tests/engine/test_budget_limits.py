@@ -131,6 +131,7 @@ def test_a_pool_that_fills_up_later_is_told_and_planned_around_once(device, new_
         assert manager._director._latest.plans <= plans + 1, "a plan for each step"
 
 
+@pytest.mark.own_form("it is about frames")
 @pytest.mark.cpu_only
 def test_where_longer_frames_have_nowhere_to_go_it_is_told_and_planned_at_once():
     device = torch.device("cpu")

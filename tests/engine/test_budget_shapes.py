@@ -216,6 +216,7 @@ def test_experts_out_of_balance_train_within_a_budget_without_a_storm_of_plans(
         assert stats.peak_resident_bytes <= budget
 
 
+@pytest.mark.own_form("it is about frames")
 @pytest.mark.cpu_only
 @pytest.mark.parametrize("share", [None, 0.97], ids=["auto", "bytes"])
 def test_on_a_cpu_experts_are_encoded_without_a_storm_of_plans(counted, share):

@@ -37,7 +37,14 @@ def expected_gradients(device, x):
     return train_step(model, lambda: model(x))
 
 
-@pytest.mark.parametrize("budget", ["1B", "4KiB", "20KiB"])
+@pytest.mark.parametrize(
+    "budget",
+    [
+        pytest.param("1B", marks=pytest.mark.own_form("a recipe leaves without a pool")),
+        "4KiB",
+        "20KiB",
+    ],
+)
 def test_spent_budget_keeps_and_trains_identically(device, new_pool, way, budget):
     x = new_input(device)
     pool = new_pool(budget=budget)
@@ -57,6 +64,7 @@ def test_spent_budget_keeps_and_trains_identically(device, new_pool, way, budget
     training.assert_released(moved=budget != "1B")
 
 
+@pytest.mark.own_form("a recipe needs no room in the pool")
 def test_room_that_comes_back_is_used_again(device, new_pool):
     pool = new_pool(budget="1MiB")
     engine = memswap.saved_tensors(EVERYTHING, pool=pool)
@@ -73,6 +81,7 @@ def test_room_that_comes_back_is_used_again(device, new_pool):
     assert_released(engine, pool)
 
 
+@pytest.mark.own_form("a recipe leaves without a pool")
 @pytest.mark.accelerator
 def test_memory_that_cannot_be_pinned_keeps(device, way):
     if device.type == "cuda":
@@ -165,6 +174,7 @@ def test_full_disk_keeps_and_trains_identically(device, tmp_path, way):
     training.assert_released()
 
 
+@pytest.mark.own_form("a recipe writes nothing")
 @pytest.mark.cpu_only
 def test_write_that_fails_keeps_the_bytes_and_says_so_once(device, tmp_path):
     pool = memswap.DiskPool(tmp_path, budget="16MiB", extent="1MiB")
@@ -189,6 +199,7 @@ def test_write_that_fails_keeps_the_bytes_and_says_so_once(device, tmp_path):
     assert_released(engine, pool)
 
 
+@pytest.mark.own_form("a recipe has no bytes on the disk")
 @pytest.mark.cpu_only
 def test_bytes_that_vanished_from_the_disk_raise_a_clear_error(device, tmp_path):
     pool = memswap.DiskPool(tmp_path, budget="16MiB", extent="1MiB")

@@ -12,6 +12,8 @@ from torch import nn
 
 import memswap
 
+pytestmark = pytest.mark.own_form("its recipes are learnt, which takes proofs")
+
 ROWS, WIDTH, LAYERS = 256, 32, 6
 
 #: Bytes of the float32 stream, and of what a layer adds to it.

@@ -102,6 +102,7 @@ def test_optimizer_state_by_way_of_ordinary_memory(device, faults, form):
     assert_pool_empty(pool)
 
 
+@pytest.mark.own_form("a recipe leaves without a pool")
 def test_groups_by_way_of_ordinary_memory(device, faults):
     """Told when the next batch begins."""
     pool = new_pool(device)
@@ -148,6 +149,7 @@ def test_memory_is_pinned_again_where_it_can_be(device, faults):
     assert "not pinned" not in pool.describe()
 
 
+@pytest.mark.own_form("a recipe leaves without a pool")
 def test_a_pool_that_shall_not_be_pageable_refuses(device, faults):
     """Whatever was to leave stays where it is, and is counted."""
     pool = new_pool(device, pageable=False)

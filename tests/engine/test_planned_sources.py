@@ -26,6 +26,8 @@ from memswap.planning.plan import Plan
 from memswap.planning.search import Search
 from memswap.planning.step import Step
 
+pytestmark = pytest.mark.own_form("its recipes are learnt, which takes proofs")
+
 ROWS, WIDTH, LAYERS = 64, 32, 6
 ANY = memswap.Policy(min_bytes=1024)  # statistics of a norm are smaller, and stay
 

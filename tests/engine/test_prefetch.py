@@ -299,6 +299,7 @@ def test_policy_function_is_told_unit_and_bytes_and_asked_once_per_storage(devic
     manager.remove()
 
 
+@pytest.mark.own_form("a recipe has no bytes away")
 def test_reset_stats_starts_anew_and_forgets_nothing_that_is_alive(device, new_pool):
     pool = new_pool()
     engine = memswap.saved_tensors(EVERYTHING, pool=pool)
@@ -314,6 +315,7 @@ def test_reset_stats_starts_anew_and_forgets_nothing_that_is_alive(device, new_p
     assert_released(engine, pool, moved=False)
 
 
+@pytest.mark.own_form("a recipe has no bytes away")
 def test_stats_add_up(device, new_pool):
     pool = new_pool()
     engine = memswap.saved_tensors(memswap.Policy(min_bytes=200), pool=pool, prefetch_bytes=0)

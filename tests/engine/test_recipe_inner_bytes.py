@@ -19,7 +19,10 @@ from memswap.planning.replay import replay
 from memswap.planning.search import Search
 from memswap.planning.step import Step
 
-pytestmark = pytest.mark.one_schedule
+pytestmark = [
+    pytest.mark.one_schedule,
+    pytest.mark.own_form("its recipes are learnt, which takes proofs"),
+]
 
 #: Rows of the input, and numbers in a row: a storage has 16 KiB.
 ROWS, WIDTH = 128, 32

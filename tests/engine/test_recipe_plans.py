@@ -175,6 +175,7 @@ def recomputed_in_words(plan: memswap.Plan) -> list[str]:
     ]
 
 
+@pytest.mark.own_form("what a recipe takes is measured by its proofs")
 def test_a_picture_shows_what_is_run_again_as_a_row_of_its_own(
     device, new_pool, tmp_path, monkeypatch
 ):
@@ -275,6 +276,7 @@ def test_planned_recipes_are_followed_without_asking(device, new_pool, monkeypat
     one.manager.remove()
 
 
+@pytest.mark.own_form("its recipes are learnt, which takes proofs")
 def test_another_shape_follows_a_plan_once_its_own_recipes_are_proven(device, new_pool):
     one = Managed(device, new_pool(), "75%")
     assert one.step().recipe_storages > 0

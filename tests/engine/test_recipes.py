@@ -17,6 +17,8 @@ from torch.utils.checkpoint import checkpoint
 import memswap
 from memswap.engine import recipes
 
+pytestmark = pytest.mark.own_form("its recipes are learnt, which takes proofs")
+
 RECOMPUTE = memswap.Policy(action="recompute", min_bytes=1)
 
 

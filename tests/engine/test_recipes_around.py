@@ -12,6 +12,8 @@ from torch import nn
 
 import memswap
 
+pytestmark = pytest.mark.own_form("its recipes are learnt, which takes proofs")
+
 POLICY = memswap.Policy(action="recompute", min_bytes=1024)
 LEARNING_STEPS = 4
 WIDTH, ROWS, TOKENS = 32, 16, 64

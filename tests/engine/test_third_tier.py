@@ -211,6 +211,7 @@ def test_a_disk_that_cannot_take_activations_is_told_and_nothing_is_lost(
     assert_pool_empty(disk)
 
 
+@pytest.mark.own_form("a recipe writes nothing")
 @pytest.mark.parametrize("fault", WRITES)
 def test_a_disk_that_cannot_take_a_groups_tensors_is_told_with_the_next_batch(
     device, new_disk, tmp_path, fault
@@ -292,6 +293,7 @@ def open_lanes(optimizer: Any) -> list[Any]:
     return [one.lane for one in mover._transfers.all()]
 
 
+@pytest.mark.own_form("a recipe leaves without a pool")
 def test_a_disk_without_space_to_set_aside_is_told_and_tensors_stay(device, new_disk):
     """Before anything is written: whatever was to leave is where it was."""
     disk = new_disk()
