@@ -5,11 +5,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from memswap._warn import warn
 from memswap.engine.autograd import in_backward
@@ -29,7 +31,9 @@ from memswap.hooks.units import (
     CompiledCall,
     Iterations,
     ModelCall,
+    PlainCall,
     UnitCall,
+    nothing,
     persistent_tensors,
     records,
 )
@@ -42,6 +46,7 @@ from memswap.planning.device import DevicePlan, is_device_budget
 from memswap.planning.director import BudgetDirector
 from memswap.planning.policy import Policy, answers_unknown, checked_policy
 from memswap.planning.rates import Rates
+from memswap.planning.worth import Worth
 from memswap.reports.step_report import write_step_report
 from memswap.windows import Window, Windows
 
@@ -50,6 +55,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from memswap.engine.transfers import Pool
+    from memswap.hooks.module_hooks import Scope
     from memswap.planning.account import DeviceAccount
     from memswap.planning.plan import Plan
     from memswap.planning.step import Step
@@ -137,6 +143,7 @@ class Manager(Managed):
         windows: Windows | None = None,
         account: DeviceAccount | None = None,
         optimizer: ManagedOptimizer | None = None,
+        compares: tuple[nn.Module, ...] = (),
     ) -> None:
         make = Engine if windows is None else windows.engine
         super().__init__({"": make(policy, pool, prefetch_bytes)})
@@ -149,7 +156,15 @@ class Manager(Managed):
                 self._engine, policy, pool, budget, rates, group, self._units, account
             )
         self._account, self._optimizer = account, optimizer
-        self._iterations = Iterations(self._engine, self._units.values(), blocks.models)
+        self._worth: Worth | None = None
+        if compares:
+            self._worth = Worth(self._engine, partial(bytes_of, compares), not blocks.models)
+        self._iterations = Iterations(
+            self._engine,
+            self._units.values(),
+            blocks.models,
+            nothing if self._worth is None else self._worth.begins,
+        )
         self._models = ModuleHooks()
         self._compiled = ""  # what is to be said of a model that is compiled as a whole
         self._add(self._units, "manage()", in_compiled_code=False)
@@ -183,8 +198,12 @@ class Manager(Managed):
         None without a budget, and in the first steps, which learn. ``print(manager.plan)`` shows a
         table with a line per unit; under a budget for the whole device it is a
         :class:`memswap.planning.device.DevicePlan`, which ends with what is on the device at the
-        peak, by kind.
+        peak, by kind. Where ``manage(model)`` was left all choices and has declined, because what
+        moved freed little and took time, it is a plan by which all of it stays, in one line, and
+        :attr:`Plan.declined` says what moving took (docs/choosing.md).
         """
+        if self._worth is not None:
+            return self._worth.declined
         plan = None if self._director is None else self._director.plan
         if self._account is not None and isinstance(plan, DevicePlan):
             return replace(plan, measured_device_bytes=self._account.measured_bytes)
@@ -234,7 +253,13 @@ class Manager(Managed):
         """Start counting anew."""
         if self._director is not None:
             self._director.look()
-        super().reset_stats()
+        if self._worth is None:
+            super().reset_stats()
+            return
+        with self._engine.lock:
+            self._worth.look()
+            super().reset_stats()
+            self._worth.counts_anew()
 
     def remove(self) -> None:
         """Take the hooks off the modules. Graphs that are alive can still run backward.
@@ -251,6 +276,8 @@ class Manager(Managed):
         if self._optimizer is not None:
             self._optimizer.remove()
         self._models.remove()
+        if self._worth is not None:
+            self._worth.end()
         if self._operators is not None:
             self._operators.remove()
         if self._director is not None:
@@ -277,9 +304,9 @@ class Manager(Managed):
         return super().report().below(*filter(None, said))
 
     def _describe_budget(self) -> list[str]:
-        """What came of the budget, in a few lines; none without one."""
+        """What came of the budget, in a few lines; none without one, unless everything stays."""
         if self._budget is None:
-            return []
+            return [] if self.plan is None else [self.plan.why_declined()]
         if self.plan is None:
             planning = self._director is not None and self._director.planning
             why = "it is being made beside training" if planning else "the first steps learn"
@@ -317,11 +344,23 @@ class Manager(Managed):
 
     def _begin(
         self, key: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> HookScope:
+    ) -> Scope:
         self._unseen.seen(self._units.values())
         if records():
             self._iterations.unit_called(key, (args, kwargs), self._outermost)
+            worth = self._worth
+            if worth is not None and not worth.over and self._is_plain(worth, (args, kwargs)):
+                return PlainCall(self._iterations.unit_left)
         return UnitCall(self._engine, key, self._iterations.unit_left)
+
+    def _is_plain(self, worth: Worth, inputs: object) -> bool:
+        """Whether the iteration in which a unit is called is as without memswap."""
+        with self._engine.lock:
+            if self._hooks.compiled():
+                worth.end()  # hooks that come and go would have it compiled once more
+            plain = worth.plain(inputs)
+            self._iterations.plain = plain
+        return plain
 
     def _outermost(self) -> bool:
         """Whether the call that begins is inside no other unit's, nor inside the model's."""
@@ -338,6 +377,8 @@ class Manager(Managed):
         compiled = self._models.compiled() or compiles_what_it_wraps(module)
         if not compiled:
             return ModelCall(self._engine)
+        if self._worth is not None:
+            self._worth.end()
         if isinstance(current_scope(), CompiledCall):
             return None
         self._unseen.end()
@@ -408,19 +449,22 @@ def manage(
             a budget for the whole device, as much of it stays as is best.
         pool: where they go; see :class:`saved_tensors`.
         budget: None: everything that the policy selects moves, from the first step on, whatever it
-            costs. A number of bytes or a size such as ``"24GiB"``: the most bytes of saved
-            activations on the device at any moment, by memswap's own account
-            (:attr:`Stats.peak_resident_bytes`: storages that the managed modules saved, frames and
-            what is on its way included; not parameters, gradients, or what an operator allocates
-            for itself). A share such as ``"70%"``: of these bytes at their peak in the same step if
-            nothing moves; each shape of input has its own. ``"auto"``: as few as cost at most 1 %
-            of a step's time; on a CPU, where the calling thread encodes, that is little.
-            ``"device:70GiB"`` or ``"device:90%"``: the most bytes of the device at any moment, by
-            its own allocator (of a CPU: the process' resident memory): weights, gradients, the
-            optimizer's state, activations, and what operators allocate for themselves, which is
-            learnt. docs/device-budget.md. The first three steps learn and run as without a budget;
-            :attr:`Manager.plan` is made beside the next ones and followed once it is there.
-            docs/choosing.md helps to choose, docs/planning.md says what is learnt when.
+            costs; but a model that is given as a whole, without an action, a function, a pool or
+            windows, is compared with its own plain step where little is freed, and may be left as
+            it is (docs/choosing.md, "Without a budget"). A number of bytes or a size such as
+            ``"24GiB"``: the most bytes of saved activations on the device at any moment, by
+            memswap's own account (:attr:`Stats.peak_resident_bytes`: storages that the managed
+            modules saved, frames and what is on its way included; not parameters, gradients, or
+            what an operator allocates for itself). A share such as ``"70%"``: of these bytes at
+            their peak in the same step if nothing moves; each shape of input has its own.
+            ``"auto"``: as few as cost at most 1 % of a step's time; on a CPU, where the calling
+            thread encodes, that is little. ``"device:70GiB"`` or ``"device:90%"``: the most bytes
+            of the device at any moment, by its own allocator (of a CPU: the process' resident
+            memory): weights, gradients, the optimizer's state, activations, and what operators
+            allocate for themselves, which is learnt. docs/device-budget.md. The first three steps
+            learn and run as without a budget; :attr:`Manager.plan` is made beside the next ones and
+            followed once it is there. docs/choosing.md helps to choose, docs/planning.md says what
+            is learnt when.
         rates: of the machine; default: :func:`memswap.profile`, measured once per machine.
         group: ranks that plan together, from the slowest one's times, so that they have the same
             plan; ``"world"``: all ranks of torch.distributed, or this one alone where it is not
@@ -455,11 +499,14 @@ def manage(
     whole = is_device_budget(budget)
     if budget is not None and not whole:
         budget = parsed(budget, "manage(budget=...)")
+    compares: tuple[nn.Module, ...] = ()
     if isinstance(modules, nn.Module) and not isinstance(
         modules, (nn.ModuleList, nn.ModuleDict, nn.Sequential)
     ):
         named_units(modules)
         blocks = find_blocks(modules)
+        if budget is None and pool is None and windows is None and names_nothing(policy):
+            compares = (modules,)
     else:
         blocks = Blocks.given(named_units(modules))
     check_pool(pool)
@@ -486,7 +533,18 @@ def manage(
         windows,
         account,
         managed,
+        compares,
     )
+
+
+def names_nothing(policy: Policy | None) -> bool:
+    """Whether a policy leaves it to memswap how storages move."""
+    return policy is None or (policy.action is None and policy.fn is None)
+
+
+def bytes_of(modules: Iterable[nn.Module]) -> int:
+    """Bytes of the parameters and buffers of modules, as they are now."""
+    return sum(one.nbytes for one in persistent_tensors(modules) if not is_lazy(one))
 
 
 def check_windows(windows: Windows | None) -> None:

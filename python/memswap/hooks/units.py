@@ -109,6 +109,28 @@ class CompiledCall(UnitCall):
             self.action, self.why_kept = Action.KEEP, "compiled as a whole"
 
 
+class PlainCall:
+    """The scope of one call of a unit in an iteration that is as without memswap.
+
+    Args:
+        ended: is called when the call has ended, unless it raised or was interrupted.
+    """
+
+    __slots__ = ("_ended",)
+
+    def __init__(self, ended: Callable[[], object]) -> None:
+        self._ended = ended
+
+    def enter(self, call: FrameType | None) -> None:
+        pass
+
+    def leave(self, output: object = None) -> None:
+        self._ended()
+
+    def abandon(self) -> None:
+        pass
+
+
 class ModelCall:
     """The scope of one call of the model around the units: recipes know what it computes.
 
@@ -183,14 +205,22 @@ class Iterations:
         engine: that saves what the units save.
         modules: whose parameters and buffers are no activations.
         models: around them.
+        begins: is called where a forward begins, before the engine's iteration does.
     """
 
     def __init__(
-        self, engine: Engine, modules: Iterable[nn.Module], models: Iterable[nn.Module] = ()
+        self,
+        engine: Engine,
+        modules: Iterable[nn.Module],
+        models: Iterable[nn.Module] = (),
+        begins: Callable[[], object] = nothing,
     ) -> None:
         self._engine = engine
+        self._begins = begins
         self._modules = tuple(modules)
         self._around = Around(models, self._modules)
+        #: Whether nothing is saved in this iteration, so that its backward is not seen.
+        self.plain = False
         self._called: dict[str, None] = {}  # the units of this iteration, by their first calls
         self._first_node = 0  # of autograd: when the first one was called
         self._end_node = 0  # the next one, when the last call ended
@@ -198,7 +228,9 @@ class Iterations:
     def begin(self) -> None:
         """A forward begins."""
         with self._engine.lock:
+            self._begins()
             self._engine.begin_iteration()
+            self.plain = False
             self._called.clear()
             self._first_node = self._end_node = 0
 
@@ -212,7 +244,8 @@ class Iterations:
         """
         engine = self._engine
         with engine.lock:
-            repeats = len(self._called) > 1 and name == next(iter(self._called))
+            several = len(self._called) > (0 if self.plain else 1)
+            repeats = several and name == next(iter(self._called))
             if engine.iteration.began_backward or (
                 repeats and outermost() and not self._lead_to(inputs)
             ):

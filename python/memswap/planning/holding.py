@@ -51,48 +51,64 @@ class Sample:
     """What one iteration took, in seconds."""
 
     total_s: float
-    """From its begin to its last mark."""
-    cost_s: float
+    """From its begin to its last mark, or to the next one's begin."""
+    cost_s: float = 0.0
     """Of that, what the marks of a plan took beyond those of storages that stay."""
 
 
 @dataclass(slots=True)
-class Holding:
-    """The comparison of one plan with the plain step."""
+class Comparison:
+    """Iterations in which something moves beside plain ones, mixed."""
 
-    kept: Plan | None
-    """The plan under which everything stays; None: there is no memory for that."""
     planned: list[Sample] = field(default_factory=list)
     plain: list[Sample] = field(default_factory=list)
     begun: int = 0
     """Iterations that were begun to be compared."""
-    rates: Rates | None = None
-    """Of the machine, as the last planned one showed them."""
+
+    @property
+    def has_plain(self) -> bool:
+        """Whether some iterations are plain ones."""
+        return True
 
     def begin(self) -> bool:
         """The next iteration begins. Whether everything stays in it."""
-        number, self.begun = self.begun, self.begun + 1
-        return self.kept is not None and number.bit_count() % 2 == 1
+        plain = self.next_is_plain
+        self.begun += 1
+        return plain
 
     @property
     def next_is_plain(self) -> bool:
         """What `begin` will say."""
-        return self.kept is not None and self.begun.bit_count() % 2 == 1
+        return self.has_plain and self.begun.bit_count() % 2 == 1
 
     @property
     def complete(self) -> bool:
         """Whether there is enough to tell."""
-        plain = self.kept is None or len(self.plain) >= SAMPLES
+        plain = not self.has_plain or len(self.plain) >= SAMPLES
         return plain and len(self.planned) >= SAMPLES
 
     def cost_s(self) -> float:
-        """Seconds by which the plan makes a step longer, as far as that is sure."""
+        """Seconds by which what moves makes a step longer, as far as that is sure."""
         direct_s = median(one.cost_s for one in self.planned)
-        if self.kept is None:
+        if not self.has_plain:
             return direct_s
         planned, plain = ([one.total_s for one in row] for row in (self.planned, self.plain))
         longer_s = median(planned) - median(plain)
         return max(direct_s, longer_s - SURE * sqrt(error_s(planned) ** 2 + error_s(plain) ** 2))
+
+
+@dataclass(slots=True, kw_only=True)
+class Holding(Comparison):
+    """The comparison of one plan with the plain step."""
+
+    kept: Plan | None
+    """The plan under which everything stays; None: there is no memory for that."""
+    rates: Rates | None = None
+    """Of the machine, as the last planned one showed them."""
+
+    @property
+    def has_plain(self) -> bool:
+        return self.kept is not None
 
 
 def error_s(seconds: Sequence[float]) -> float:

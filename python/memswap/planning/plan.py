@@ -59,7 +59,8 @@ class Plan:
     """
 
     budget: int | str
-    """As it was asked for: bytes, a share such as ``"70%"``, or ``"auto"``."""
+    """As it was asked for: bytes, a share such as ``"70%"``, or ``"auto"``; ``"none"``: it was not,
+    and everything stays (`declined`)."""
     storages: tuple[PlannedStorage, ...]
     units: tuple[PlannedUnit, ...]
     recompute: tuple[str, ...]
@@ -183,7 +184,7 @@ class Plan:
             f"{self.exposed_s * 1e3:.2f} ms of {self.compute_s * 1e3:.2f} ms ({self.slowdown:.1%})",
         ]
         if self.declined:
-            lines.append(f"declined, everything stays: {self.declined}")
+            lines.append(self.why_declined())
         if self.in_flight > 1:
             lines.append(f"for each of the {self.in_flight} forwards in flight")
         measured = []
@@ -197,6 +198,10 @@ class Plan:
         if measured:
             lines.append("measured: " + ", ".join(measured))
         return "\n".join(lines)
+
+    def why_declined(self) -> str:
+        """`declined` as a line for people; of a plan that has declined."""
+        return f"declined, everything stays: {self.declined}"
 
 
 def describe(unit: PlannedUnit) -> str:

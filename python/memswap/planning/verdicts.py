@@ -133,7 +133,7 @@ def comparison(kind: StepKind) -> Holding | None:
         return None
     more_bytes = (plan.kept_peak_bytes - plan.peak_bytes) * plan.in_flight
     room = kind.free_bytes is not None and 2 * more_bytes <= kind.free_bytes
-    return Holding(kept_plan(plan) if room else None)
+    return Holding(kept=kept_plan(plan) if room else None)
 
 
 def sampled(kind: StepKind, sample: Sample, rates: Rates) -> Anew | None:
