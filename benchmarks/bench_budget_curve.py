@@ -1,31 +1,32 @@
-"""How many bytes of a Llama-8B's activations can leave for how much of a step, by the cost model.
+"""How many bytes of a Llama-8B's activations can leave for how much of a step.
 
-Nothing is trained: the step of layers with Llama-3-8B's shapes is written down operator by
-operator, with the seconds of a data sheet, and the planner plans it under one budget after the
-other, as it does in training. What a plan costs is what its replay in virtual time says. So the
-result is a prediction, the same on every machine.
+The step of layers with Llama-3-8B's shapes is written down operator by operator, with the seconds
+of a data sheet, and the planner plans it under one budget after the other, as it does in training.
+What a plan costs is what its replay in virtual time says. That is a prediction, the same on every
+machine.
+
+`--execute` also trains these layers on the simulated accelerator of tests/simdev, with
+placeholders for their operators, under some of the budgets: memswap learns, plans and moves as in
+a training, and a step is timed by the simulator's clock, which is the same on every machine too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+import sys
+from collections.abc import Iterable
+from dataclasses import asdict, replace
+from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 from common import chosen_device, make_parser, write_result
+from llama_operators import Marks, llama
 
-from memswap import Action, BudgetError
+from memswap import Action, BudgetError, Policy
 from memswap.cli.table import render_table
 from memswap.planning.cost_model import Hardware, hardware
 from memswap.planning.planner import make_plan
-from memswap.planning.step import Recipe, Region, SavedStorage, Step
-
-HIDDEN, FEED_FORWARD, HEADS, KV_HEADS = 4096, 14336, 32, 8
-VOCABULARY = 128256
-BF16 = 2  # bytes of an element
-
-#: Frames of dense bfloat16: bytes before, by bytes after (docs/format.md).
-RATIO = 1.48
+from memswap.planning.step import Step
 
 SHARES = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1)
 
@@ -40,180 +41,10 @@ SETS: dict[str, tuple[Action, ...]] = {
 }
 WITH_REGIONS = ("regions", "all")
 
-
-@dataclass(frozen=True)
-class Operator:
-    """One operator of a layer's forward. Names of tensors end with the layer's number."""
-
-    seconds: float
-    reads: tuple[str, ...]
-    makes: str
-    saves: tuple[str, ...]
-    backward: float
-    """Seconds of its backward, by those of its forward."""
-    repeatable: bool = False
-
-
-@dataclass
-class Program:
-    """Operators in the order of the forward, and the bytes of what they make."""
-
-    nbytes: dict[str, int] = field(default_factory=dict)
-    operators: list[tuple[str, Operator]] = field(default_factory=list)
-    card: Hardware = field(default_factory=lambda: hardware("H200"))
-
-    def product(self, unit: str, left: str, inner: int, outer: int, makes: str) -> None:
-        """A matrix product with a weight, ``[inner, outer]``: it saves its input."""
-        rows = self.nbytes[left] // BF16 // inner
-        self.nbytes[makes] = rows * outer * BF16
-        seconds = self.card.matmul_s((rows, inner), (inner, outer))
-        self.operators.append((unit, Operator(seconds, (left,), makes, (left,), 2.0)))
-
-    def pointwise(
-        self, unit: str, reads: Sequence[str], makes: str, saves: Sequence[str], like: str
-    ) -> None:
-        """An operator that memory bounds, and that a recipe may run again."""
-        self.nbytes[makes] = self.nbytes[like]
-        moved = sum(self.nbytes[one] for one in reads) + self.nbytes[makes]
-        seconds = moved / self.card.memory_bytes_per_s
-        operator = Operator(seconds, tuple(reads), makes, tuple(saves), 2.0, True)
-        self.operators.append((unit, operator))
-
-    def attention(self, unit: str, reads: Sequence[str], makes: str, length: int) -> None:
-        """Fused causal attention: it saves its inputs and its output."""
-        self.nbytes[makes] = self.nbytes[reads[0]]
-        batch = self.nbytes[makes] // BF16 // HIDDEN // length
-        width = HIDDEN // HEADS
-        whole = self.card.matmul_s((batch, HEADS, length, width), (batch, HEADS, width, length))
-        saves = (*reads, makes)
-        self.operators.append((unit, Operator(whole, tuple(reads), makes, saves, 2.5)))
-
-
-def llama(layers: int, batch: int, length: int, card: Hardware) -> tuple[Program, float]:
-    """The layers of a Llama-3-8B, and the seconds between their forward and their backward."""
-    program = Program(card=card)
-    program.nbytes["h0"] = batch * length * HIDDEN * BF16
-    for layer in range(layers):
-        unit = f"layers.{layer}"
-
-        def name(tensor: str, layer: int = layer) -> str:
-            return f"{tensor}{layer}"
-
-        h, norm = name("h"), name("norm")
-        program.pointwise(unit, [h], norm, [h], like=h)
-        kv = HIDDEN * KV_HEADS // HEADS
-        for tensor, width in (("raw_q", HIDDEN), ("raw_k", kv), ("v", kv)):
-            program.product(unit, norm, HIDDEN, width, name(tensor))
-        for raw, turned in (("raw_q", "q"), ("raw_k", "k")):  # sine and cosine are buffers
-            program.pointwise(unit, [name(raw)], name(turned), [], like=name(raw))
-        heads = [name(one) for one in ("q", "k", "v")]
-        program.attention(unit, heads, name("mixed"), length)
-        program.product(unit, name("mixed"), HIDDEN, HIDDEN, name("out"))
-        program.pointwise(unit, [h, name("out")], name("g"), [], like=h)
-        program.pointwise(unit, [name("g")], name("normed"), [name("g")], like=h)
-        program.product(unit, name("normed"), HIDDEN, FEED_FORWARD, name("gate"))
-        program.product(unit, name("normed"), HIDDEN, FEED_FORWARD, name("up"))
-        gate, silu, up, act = (name(one) for one in ("gate", "silu", "up", "act"))
-        program.pointwise(unit, [gate], silu, [gate], like=gate)
-        program.pointwise(unit, [silu, up], act, [silu, up], like=gate)
-        program.product(unit, act, FEED_FORWARD, HIDDEN, name("down"))
-        program.pointwise(unit, [name("g"), name("down")], f"h{layer + 1}", [], like=h)
-    head_s = 3 * card.matmul_s((batch * length, HIDDEN), (HIDDEN, VOCABULARY))
-    return program, head_s
-
-
-class Marks:
-    """The marks of a program: what is saved when, who holds it for how long, what is demanded."""
-
-    def __init__(self, program: Program, head_s: float) -> None:
-        self.program = program
-        self.saved: dict[str, int] = {}  # tensor -> storage
-        self.units: list[str] = []
-        self.gaps: list[float] = []
-        self.order: list[int] = []
-        self.last_demand: dict[int, int] = {}
-        self.held_until: dict[str, int] = {}
-        self.tail_s = 0.0
-        gap = self._forward()
-        self._backward(gap + head_s)
-
-    def _forward(self) -> float:
-        gap = 0.0
-        for unit, operator in self.program.operators:
-            # Autograd saves inputs before an operator runs, and outputs after.
-            for tensor in operator.saves:
-                if tensor != operator.makes:
-                    gap = self._save(unit, tensor, gap)
-            gap += operator.seconds
-            if operator.makes in operator.saves:
-                gap = self._save(unit, operator.makes, gap)
-            for tensor in (*operator.reads, operator.makes):
-                self.held_until[tensor] = len(self.units)
-        return gap
-
-    def _save(self, unit: str, tensor: str, gap: float) -> float:
-        if tensor in self.saved:
-            return gap
-        self.saved[tensor] = len(self.units)
-        self.units.append(unit)
-        self.gaps.append(gap)
-        return 0.0
-
-    def _backward(self, gap: float) -> None:
-        saves = len(self.units)
-        for _, operator in reversed(self.program.operators):
-            for tensor in operator.saves:
-                index = self.saved[tensor]
-                if index not in self.last_demand:
-                    self.order.append(index)
-                    self.gaps.append(gap)
-                    gap = 0.0
-            for tensor in operator.saves:
-                self.last_demand[self.saved[tensor]] = saves + len(self.order) - 1
-            gap += operator.backward * operator.seconds
-        self.tail_s = gap
-
-    def step(self, actions: tuple[Action, ...], regions: bool) -> Step:
-        """The step as the planner takes it."""
-        makers = {one.makes: one for _, one in self.program.operators}
-        ordinals: dict[str, int] = {}
-        storages = []
-        for tensor, index in self.saved.items():
-            unit, nbytes = self.units[index], self.program.nbytes[tensor]
-            ordinals[unit] = ordinals.get(unit, -1) + 1
-            frame = int(nbytes / RATIO)
-            storages.append(
-                SavedStorage(
-                    unit=unit,
-                    ordinal=ordinals[unit],
-                    nbytes=nbytes,
-                    dtype="torch.bfloat16",
-                    actions=actions,
-                    frame_nbytes=frame,
-                    held_frame_nbytes=frame,
-                    held_until=min(self.held_until[tensor], len(self.units)),
-                    last_demand=self.last_demand[index],
-                    recipe=self._recipe(tensor, makers.get(tensor)),
-                )
-            )
-        names = dict.fromkeys(self.units)
-        inputs = {name: (self.saved[f"h{layer}"],) for layer, name in enumerate(names)}
-        return Step(
-            storages=tuple(storages),
-            order=tuple(self.order),
-            gaps_s=tuple(self.gaps),
-            tail_s=self.tail_s,
-            regions=tuple(Region(name, inputs[name]) for name in names) if regions else (),
-        )
-
-    def _recipe(self, tensor: str, maker: Operator | None) -> Recipe | None:
-        """Only what reads saved tensors, or their recipes, is one."""
-        if maker is None or not maker.repeatable:
-            return None
-        if not all(one in self.saved for one in maker.reads):
-            return None
-        sources = tuple(self.saved[one] for one in maker.reads)
-        return Recipe(f"{tensor} of {' and '.join(maker.reads)}", sources, maker.seconds)
+#: What is executed as well: these sets, without regions, at these shares. (The simulator's codec is
+#: as fast as its memory, so frames alone would say nothing about a card.)
+EXECUTED = {"swap": Policy(action=Action.SWAP, min_bytes=1), "all": Policy(min_bytes=1)}
+EXECUTED_SHARES = (0.8, 0.7, 0.6, 0.5, 0.4, 0.3)
 
 
 def curve(step: Step, card: Hardware, shares: Iterable[float]) -> list[dict[str, Any] | None]:
@@ -236,6 +67,40 @@ def curve(step: Step, card: Hardware, shares: Iterable[float]) -> list[dict[str,
     return found
 
 
+def executions(card: Hardware, marks: Marks) -> list[dict[str, Any]]:
+    """Steps of the layers on the simulated accelerator, beside what is predicted for them."""
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "engine"))
+    import_module("simulator").start("sim")
+    executed = import_module("executed_curve").executed
+    rates = replace(card.rates(), copy_latency_s=0.0)  # as the simulator's copies
+    found = []
+    for name, policy in EXECUTED.items():
+        step = marks.step(SETS[name], regions=False)
+        for share in EXECUTED_SHARES:
+            try:
+                predicted = make_plan(step, rates, f"{share:.0%}").slowdown
+                ran = executed(chosen_device("sim"), card, marks, policy, f"{share:.0%}")
+            except BudgetError:
+                continue
+            found.append(
+                {
+                    "set": name,
+                    "budget": share,
+                    "predicted": predicted,
+                    "planned": ran.planned,
+                    "executed": ran.slowdown,
+                    **asdict(ran),
+                }
+            )
+    return found
+
+
+def described(one: dict[str, Any]) -> list[str]:
+    """A row of the table of what was executed."""
+    slower = [f"+{one[name]:.2%}" for name in ("predicted", "planned", "executed")]
+    return [one["set"], f"{one['budget']:.0%}", f"{one['peak']:.1%}", *slower]
+
+
 def main() -> None:
     """Print a table: a row for each budget, a column for each set of actions."""
     parser = make_parser(__doc__)
@@ -243,6 +108,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--length", type=int, default=8192)
+    parser.add_argument("--execute", action="store_true", help="also on the simulator")
     arguments = parser.parse_args()
     card = hardware(arguments.card)
     program, head_s = llama(arguments.layers, arguments.batch, arguments.length, card)
@@ -269,6 +135,15 @@ def main() -> None:
         "How much longer a step is by the plan, for each set of actions; -: cannot be met.\n"
     )
     print(render_table(("budget", *SETS), rows))
+    device, ran = chosen_device(arguments.device), None
+    if arguments.execute:
+        ran = executions(card, marks)
+        print(
+            "\nExecuted on the simulated accelerator, whose memory and link have the card's rates, "
+            "without regions:\n"
+        )
+        header = ("actions", "budget", "peak", "by the cost model", "by the plan", "executed")
+        print(render_table(header, [described(one) for one in ran]))
     result = {
         "card": card.name,
         "layers": arguments.layers,
@@ -277,8 +152,9 @@ def main() -> None:
         "saved_bytes": step.saved_bytes,
         "step_s": step.compute_s,
         "curves": curves,
+        "executed": ran,
     }
-    write_result(arguments.json, chosen_device(arguments.device), result)
+    write_result(arguments.json, device, result)
 
 
 if __name__ == "__main__":
