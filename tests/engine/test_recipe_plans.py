@@ -167,7 +167,7 @@ def test_a_trace_shows_what_is_run_again_as_a_row_of_its_own(device, new_pool, t
     one.manager.remove()
 
 
-def recomputed_in_words(plan: memswap.Plan) -> list[str]:
+def recomputed_in_words(plan: memswap.types.Plan) -> list[str]:
     return [
         f"{saved.recipe} ({saved.unit} #{index})"
         for index, saved in enumerate(plan.storages)

@@ -60,7 +60,7 @@ class Planned:
     def _train(self) -> list[torch.Tensor | None]:
         return train_step(self.layers, lambda: self.layers(self.x).square().mean())
 
-    def step(self) -> memswap.Stats:
+    def step(self) -> memswap.types.Stats:
         """A step, and what it did."""
         self.manager.reset_stats()
         assert_same_gradients(self._train(), self.plain)
@@ -68,7 +68,7 @@ class Planned:
         return self.manager.stats()
 
     @property
-    def plan(self) -> memswap.Plan:
+    def plan(self) -> memswap.types.Plan:
         plan = self.manager.plan
         assert plan is not None
         return plan
