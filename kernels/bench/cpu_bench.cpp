@@ -7,7 +7,8 @@
 //   memswap_codec_cpu_bench --benchmark_filter=avx512/bfloat16/.*/64MB
 //
 // Columns: encode, decode, memcpy: GB/s (1e9 bytes; memcpy by one thread). encode_x, decode_x: of
-// memcpy. ratio: raw bytes over the frame's (without unused var); bound: what order-0 allows.
+// memcpy. choose: what memswap_choose_layout takes, of an encode. ratio: raw bytes over the frame's
+// (without unused var); bound: what order-0 allows.
 #include <benchmark/benchmark.h>
 #include <time.h>
 
@@ -24,6 +25,7 @@
 #include "data.h"
 #include "memswap/codec.h"
 #include "memswap/cpu.h"
+#include "memswap/sample.h"
 
 namespace memswap::bench {
 
@@ -188,6 +190,10 @@ class Trip {
   bool decode(const memswap_codec& codec, const memswap_launch& launch) {
     return codec.decode(&decode_, 1, &launch) == 0;
   }
+  void choose(const memswap_launch& launch) {
+    benchmark::DoNotOptimize(
+        memswap_choose_layout(input_.get(), encode_.elements, encode_.dtype, &launch));
+  }
   void copy() {
     memcpy(output_.get(), input_.get(), bytes_);
     benchmark::ClobberMemory();
@@ -239,11 +245,12 @@ void run(benchmark::State& state, const char* isa, const Case& what, size_t byte
   }
   ok = ok && trip.decode(*codec, launch) && trip.matches();
   const clockid_t clock = threads > 1 ? CLOCK_MONOTONIC : CLOCK_THREAD_CPUTIME_ID;
-  std::vector<double> copy_s, encode_s, decode_s;
+  std::vector<double> copy_s, encode_s, decode_s, choose_s;
   for (auto _ : state) {
     copy_s.push_back(seconds_of(clock, [&] { trip.copy(); }));
     encode_s.push_back(seconds_of(clock, [&] { ok = ok && trip.encode(*codec, launch); }));
     decode_s.push_back(seconds_of(clock, [&] { ok = ok && trip.decode(*codec, launch); }));
+    choose_s.push_back(seconds_of(clock, [&] { trip.choose(launch); }));
     state.SetIterationTime(encode_s.back() + decode_s.back());
   }
   if (!ok || !trip.matches()) {
@@ -257,6 +264,7 @@ void run(benchmark::State& state, const char* isa, const Case& what, size_t byte
   state.counters["decode"] = gigabytes / decode;
   state.counters["encode_x"] = copy / encode;
   state.counters["decode_x"] = copy / decode;
+  state.counters["choose"] = median(choose_s) / encode;
   state.counters["ratio"] = trip.ratio();
   state.counters["bound"] = entropy_ratio(what.dtype, trip.tensor());
 }

@@ -29,6 +29,34 @@ constexpr Layout kTried[] = {Layout::kDense, Layout::kBits, Layout::kUpcast, Lay
                              Layout::kSparse};
 constexpr size_t kLayouts = frame::kLastLayout + 1;
 
+// [Note: sparse without zeros] Of a block in which no E is 0, layout sparse makes what mode LQ2 of
+// layout dense makes, and the maps of a bitmap without zeros; or a literal, if that is no longer.
+// So where layout dense has chosen LQ2, what layout sparse takes is known without an encode, which
+// would be half of what most floats cost here.
+bool has_no_zeros(const EncodedBlock& dense) {
+  return dense.zeros == 0 && dense.mode == frame::kLq2;
+}
+
+uint64_t sparse_bytes_without_zeros(uint32_t dense_bytes, uint32_t block_bytes) {
+  return std::min(dense_bytes + frame::kMapsBytes, block_bytes);
+}
+
+// [Note: literals at a glance] Layout ints leaves a block as it is where its elements, as unsigned
+// numbers, span half of their range or more, and layout upcast where a low half is not 0. Of most
+// floats the first few elements say so. `block` is whole, of elements that are floats.
+bool is_literal_at_a_glance(Layout layout, const uint8_t* block, uint32_t width) {
+  constexpr uint32_t kElements = 64;
+  uint8_t least = 0xff, most = 0;
+  for (const uint8_t* element = block; element < block + kElements * width; element += width) {
+    least = std::min(least, element[width - 1]);
+    most = std::max(most, element[width - 1]);
+    if (layout == Layout::kUpcast ? element[0] != 0 : most - least > 0x80) {
+      return layout == Layout::kUpcast || layout == Layout::kInts;
+    }
+  }
+  return false;
+}
+
 constexpr uint64_t block_count(uint64_t elements) {
   return elements / frame::kBlockElements + (elements % frame::kBlockElements != 0 ? 1 : 0);
 }
@@ -83,7 +111,7 @@ class Sampler {
 
   uint32_t tiles() const { return (count_ + frame::kTileBlocks - 1) / frame::kTileBlocks; }
 
-  // The t-th sampled blocks of a tile's number, in every layout.
+  // The t-th sampled blocks of a tile's number, in every layout whose size is not known without.
   void encode_tile(uint32_t t, const Workspaces& workspaces, size_t task) {
     uint8_t* const elements = workspaces.elements(task);
     const uint32_t first = t * frame::kTileBlocks;
@@ -100,8 +128,16 @@ class Sampler {
       here += there;
     }
     memset(elements + here * width, 0, blocks * block_bytes - here * width);
+    // What a tensor's last block lacks is zeros that no encode counts.
+    const bool is_whole = here == blocks * frame::kBlockElements;
+    const bool is_float = frame::split_of(dtype_).exponent_bits != 0;
+    bool is_sparse_known = false;
     for (const Layout layout : kTried) {
-      if (!frame::layout_fits(dtype_, layout)) {
+      if (!frame::layout_fits(dtype_, layout) || (layout == Layout::kSparse && is_sparse_known)) {
+        continue;
+      }
+      if (is_whole && is_float && is_all_literal(layout, elements, blocks)) {
+        add(layout, uint64_t{blocks} * block_bytes);
         continue;
       }
       const EncodeParams params{dtype_, layout, false, 0, false};
@@ -109,11 +145,20 @@ class Sampler {
       blocks_of(best_isa())
           ->encoder(params)(params, elements, here, workspaces.slabs(task),
                             workspaces.payloads(task), encoded);
-      uint64_t bytes = uint64_t{blocks} * frame::slab_bytes(dtype_, layout);
+      uint64_t bytes = 0;
+      uint64_t sparse_bytes = 0;
       for (uint32_t i = 0; i < blocks; ++i) {
-        bytes += encoded[i].units * frame::kUnitBytes;
+        const uint32_t taken =
+            frame::slab_bytes(dtype_, layout) + encoded[i].units * frame::kUnitBytes;
+        bytes += taken;
+        sparse_bytes += sparse_bytes_without_zeros(taken, block_bytes);
       }
-      sizes_[static_cast<size_t>(layout)].fetch_add(bytes, std::memory_order_relaxed);
+      add(layout, bytes);
+      if (layout == Layout::kDense && is_whole &&
+          std::all_of(encoded, encoded + blocks, &has_no_zeros)) {
+        is_sparse_known = true;
+        add(Layout::kSparse, sparse_bytes);
+      }
     }
   }
 
@@ -131,6 +176,21 @@ class Sampler {
   }
 
  private:
+  bool is_all_literal(Layout layout, const uint8_t* elements, uint32_t blocks) const {
+    const uint32_t width = frame::width_of(dtype_);
+    for (uint32_t i = 0; i < blocks; ++i) {
+      const uint8_t* const block = elements + i * frame::kBlockElements * width;
+      if (!is_literal_at_a_glance(layout, block, width)) {
+        return false;
+      }
+    }
+    return true;
+  }
+
+  void add(Layout layout, uint64_t bytes) {
+    sizes_[static_cast<size_t>(layout)].fetch_add(bytes, std::memory_order_relaxed);
+  }
+
   const uint8_t* const input_;
   const uint64_t elements_;
   const Dtype dtype_;

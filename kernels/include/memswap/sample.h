@@ -16,7 +16,9 @@ extern "C" {
  * blocks are spread over the whole tensor, one in each of as many equal parts, at a place in its
  * part that only their numbers decide: what comes again and again, a mask's rows for instance,
  * cannot hide between them, and the same tensor gets the same layout every time. That is one block
- * in 256 of a large tensor, in two to five layouts. */
+ * in 256 of a large tensor, in up to four layouts. Nothing is counted over the whole tensor,
+ * because that would read it once more and gain nothing for any kind of tensor in
+ * docs/benchmarks.md ("The sample decides"). */
 
 /* How many blocks of a tensor with so many elements are looked at: all of a small one. */
 uint32_t memswap_sample_count(uint64_t elements);
