@@ -128,7 +128,7 @@ class RecordReader {
 __aicore__ inline GM_ADDR payloads_of(const DecodeJob& job, const FrameHeader& header,
                                       const Share& share, const TileRecord& record) {
   const bool in_overflow = (record.base & frame::kBaseInOverflow) != 0;
-  const uint64_t base = record.base & frame::kMaxBaseUnits;
+  const uint64_t base = record.base & ~frame::kBaseInOverflow;
   const uint64_t capacity = in_overflow ? job.overflow_capacity : header.var_capacity;
   if (base + record.units > capacity) {
     return nullptr;

@@ -224,7 +224,7 @@ class FrameEncoder {
   __aicore__ inline void store(const Moved& moved, uint32_t step, const Step& part) {
     if (step % kSteps == 0) {
       record_ = placed_.read(step / kSteps);
-      const uint64_t at = uint64_t{record_.base & frame::kMaxBaseUnits} * frame::kUnitBytes;
+      const uint64_t at = uint64_t{record_.base & ~frame::kBaseInOverflow} * frame::kUnitBytes;
       next_payload_ = (record_.base & frame::kBaseInOverflow) != 0 ? job_.overflow + at
                                                                    : job_.frame + share_.var + at;
     }

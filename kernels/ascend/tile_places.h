@@ -93,7 +93,7 @@ class TilePlaces {
         continue;
       }
       words.SetValue(i * kWords, frame::kBaseInOverflow |
-                                     (static_cast<uint32_t>(next_) & frame::kMaxBaseUnits));
+                                     (static_cast<uint32_t>(next_) & ~frame::kBaseInOverflow));
       next_ += units;
     }
     hand_over<HardEvent::S_MTE3>(pipe_);

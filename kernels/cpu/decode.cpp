@@ -90,7 +90,7 @@ class FrameDecoder {
       return frame::kBadRecord;
     }
     const uint8_t* payload =
-        area->begin + uint64_t{record.base & frame::kMaxBaseUnits} * frame::kUnitBytes;
+        area->begin + uint64_t{record.base & ~frame::kBaseInOverflow} * frame::kUnitBytes;
     const uint8_t* slab =
         frame + sections_.slabs + uint64_t{index} * frame::kTileBlocks * sections_.slab_bytes;
     const uint64_t first_element = uint64_t{index} * frame::kTileElements;

@@ -8,6 +8,7 @@
 // running.
 #include <string.h>
 
+#include <algorithm>
 #include <atomic>
 #include <memory>
 #include <new>
@@ -181,8 +182,8 @@ class FrameEncoder {
   }
 
   void place(Tile& tile) {
-    const uint64_t room = job_->var_capacity - header_.var_used;
-    if (tile.units <= room && header_.var_used <= frame::kMaxBaseUnits) {
+    const uint64_t limit = std::min<uint64_t>(job_->var_capacity, frame::kMaxBaseUnits);
+    if (tile.units <= limit - header_.var_used) {
       tile.record.base = static_cast<uint32_t>(header_.var_used);
       tile.destination = frame() + sections_.var + header_.var_used * frame::kUnitBytes;
       header_.var_used += tile.units;

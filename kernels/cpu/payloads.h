@@ -66,7 +66,7 @@ inline const PayloadArea* find_payloads(const frame::Record& record,
   }
   const bool in_overflow = (record.base & frame::kBaseInOverflow) != 0;
   const PayloadArea& area = in_overflow ? areas.overflow : areas.var;
-  const uint64_t end = uint64_t{record.base & frame::kMaxBaseUnits} + payload_units(record);
+  const uint64_t end = uint64_t{record.base & ~frame::kBaseInOverflow} + payload_units(record);
   return end <= area.units ? &area : nullptr;
 }
 

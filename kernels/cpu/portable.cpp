@@ -48,7 +48,7 @@ uint32_t memswap_frame_portable(const void* source, uint64_t frame_bytes, const 
     Record record = record_at(frame, sections, tile);
     const PayloadArea& area =
         (record.base & frame::kBaseInOverflow) != 0 ? areas.overflow : areas.var;
-    const uint64_t from = uint64_t{record.base & frame::kMaxBaseUnits} * frame::kUnitBytes;
+    const uint64_t from = uint64_t{record.base & ~frame::kBaseInOverflow} * frame::kUnitBytes;
     const uint64_t bytes = uint64_t{payload_units(record)} * frame::kUnitBytes;
     if (bytes != 0) {
       memcpy(out + sections.var + position * frame::kUnitBytes, area.begin + from, bytes);
