@@ -171,6 +171,21 @@ def test_a_longer_sequence_moves_from_its_first_step_on(device, monkeypatch):
         assert manager.plan is not None
 
 
+def test_beside_a_longer_one_in_flight_what_was_declined_moves(device, monkeypatch):
+    """Its recipes may read what the operators of a plain one would edit unseen."""
+    model, clock = new_model(device), Clock(monkeypatch, longer=0.1)
+    plain, longer = step(model, device), step(model, device, 4 * ROWS)
+    with memswap.manage(model) as manager:
+        run(manager, clock, lambda: step(model, device), DECIDED + 1)
+        in_flight = loss(model, device, 4 * ROWS)
+        body = lambda: assert_same_gradients(step(model, device), plain)  # noqa: E731
+        assert clock.moved(manager, body) > 0
+        model.zero_grad(set_to_none=True)
+        in_flight.backward()
+        assert_same_gradients(gradients(model), longer)
+        assert clock.moved(manager, body) == 0
+
+
 def test_what_was_declined_is_tried_again(device, monkeypatch):
     monkeypatch.setattr(worth, "RETIME_AFTER", 8)
     model, clock = new_model(device), Clock(monkeypatch, longer=0.1)
