@@ -104,15 +104,14 @@ void bind_codec_lanes(py::module_& module) {
       .calls<&Stream::set_arena_budget, &Stream::set_overflow_room, &Stream::trim_arena,
              &Stream::arena_statistics>(without_gil())
       .def(py::init([](const c10::Device& device, size_t max_leaving_bytes, size_t arena_budget,
-                       size_t arena_chunk, std::shared_ptr<Pool> arena_pool,
-                       uint32_t max_processors) {
+                       size_t arena_chunk, std::shared_ptr<Pool> arena_pool) {
              const py::gil_scoped_release release;  // it allocates
              return std::make_shared<Stream>(
                  device, Stream::Options{max_leaving_bytes, arena_budget, arena_chunk,
-                                         std::move(arena_pool), max_processors});
+                                         std::move(arena_pool)});
            }),
            "device"_a, "max_leaving_bytes"_a = 0, "arena_budget"_a = 0,
-           "arena_chunk"_a = size_t{16} << 20, "arena_pool"_a = py::none(), "max_processors"_a = 0)
+           "arena_chunk"_a = size_t{16} << 20, "arena_pool"_a = py::none())
       .def(
           "decode_status", [](Stream& lane) { return lane.decode_status().wait(); }, without_gil())
       .def(

@@ -182,7 +182,6 @@ StreamCodecLane::StreamCodecLane(c10::Device device, const Options& options)
     : streams_(std::make_shared<DeviceStreams>(device)),
       encode_stream_(streams_->new_stream()),
       decode_stream_(streams_->new_stream()),
-      max_processors_(options.max_processors),
       arena_(std::make_shared<Arena>(streams_, encode_stream_, options.arena_budget,
                                      options.arena_chunk, reached(device, options.arena_pool))),
       arena_chunk_(options.arena_chunk),
@@ -213,11 +212,10 @@ template <class Job>
 int StreamCodecLane::launch(const char* name, c10::Stream stream, const Job& job,
                             int (*run)(const Job*, size_t, const memswap_launch*),
                             void* workspace) const {
-  return submit(name, stream, [=, processors = max_processors_](void* native) {
+  return submit(name, stream, [=](void* native) {
     memswap_launch launch{};
     launch.stream = native;
     launch.workspace = workspace;
-    launch.max_processors = processors;
     return run(&job, 1, &launch);
   });
 }

@@ -56,7 +56,6 @@ class StreamCodecLane final : public CodecLane {
     size_t arena_chunk = 16u << 20;  // bytes
     // Pinned memory for the arena, where the codec's kernels reach it; nullptr: none.
     std::shared_ptr<Pool> arena_pool;
-    uint32_t max_processors = 0;  // as in memswap_launch
   };
 
   StreamCodecLane(c10::Device device, const Options& options);
@@ -114,7 +113,6 @@ class StreamCodecLane final : public CodecLane {
   const std::shared_ptr<DeviceStreams> streams_;
   const c10::Stream encode_stream_;
   const c10::Stream decode_stream_;
-  const uint32_t max_processors_;
   const std::shared_ptr<Arena> arena_;
   const size_t arena_chunk_;
   std::atomic<bool> planned_{false};         // whether a room for overflows was set

@@ -915,7 +915,6 @@ class StreamCodecLane(CodecLane):
         arena_budget: int = 0,  # bytes of device memory for what does not fit var; 0: none
         arena_chunk: int = 16 << 20,  # bytes taken at a time, at least
         arena_pool: Pool | None = None,  # of pinned memory, before the device's is taken
-        max_processors: int = 0,  # SMs or cores at once; 0: no bound
     ) -> None: ...
     @property
     def encode_stream(self) -> torch.Stream: ...
