@@ -165,6 +165,11 @@ struct Record {
   }
 };
 static_assert(sizeof(Record) == kRecordBytes);
+// A block's 16 bits are full: its units are up to 1024, which takes 11, and its mode is up to 14.
+static_assert(kBlockElements * 8 / kUnitBytes <= Record::kUnitsMask &&
+              Record::kUnitsMask == (1u << Record::kPackedBit) - 1 &&
+              Record::kModeShift == Record::kPackedBit + 1 && kModes <= 1u << 4 &&
+              Record::kModeShift + 4 == 16);
 
 // How a float is split: rotated left by one bit, its top exponent_bits are the symbol E, and what
 // is below are R fields of 8, 2, 4 or 1 bits, each a plane of the slab, in that order.
