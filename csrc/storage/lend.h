@@ -1,6 +1,7 @@
 // A storage whose memory comes and goes while it stays the same storage.
 #pragma once
 
+#include <ATen/core/Tensor.h>
 #include <c10/core/StorageImpl.h>
 
 #include <string>
