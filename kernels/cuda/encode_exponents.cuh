@@ -560,7 +560,7 @@ __device__ __forceinline__ Plan plan_of(const uint32_t (&e)[8], bool fast, uint3
   }
   const Exponents all = measure(e);
   plan.crowd = crowd_of(all);
-  if constexpr (kExponentBits == 8) {
+  if constexpr (kExponentBits == canonical::kOutlierBits) {
     if (is_spread(plan.crowd)) {
       plan.has_window = find_window(e, lane, plan.crowd);
     }

@@ -111,7 +111,7 @@ struct SparseCoder {
     uint32_t low[2];
     Coded coded;
     Crowd crowd = crowd_of(all);
-    if constexpr (Parts::kSplit.exponent_bits == 8) {
+    if constexpr (Parts::kSplit.exponent_bits == canonical::kOutlierBits) {
       if (is_spread(crowd)) {
         find_window(e, lane, crowd);
       }

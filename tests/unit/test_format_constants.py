@@ -94,10 +94,6 @@ PROGRAMS = ("cuda_probe", "cpu_probe", "ascend_probe")
 #: differs from the others with the headers as they are differs from them with the first as well.
 FAST = ("kLq2Eighths", "kClip", "kUnitBytes")
 
-#: Tried on 2026-11-29 and found unlike: with 5 in the place of 8 not all backends change alike (the
-#: frames of bf16-fw6 differ). A backend has a number of its own there; mend it and take this out.
-UNLIKE = {"kOutlierBits"}
-
 
 @dataclass(frozen=True)
 class Change:
@@ -161,7 +157,7 @@ def test_every_constant_of_the_shared_headers_is_changed_once() -> None:
         assert read(change.header).count(change.old) == 1, f"{change.old!r} is not there once"
         assert change.new != change.old, change.name
     known = {change.name for change in CHANGES}
-    assert known >= UNLIKE | set(FAST)
+    assert known >= set(FAST)
     for header in ("frame.h", "canonical.h"):
         declared = re.findall(r"constexpr (?!bool)\w+ (k\w+)\s*[={]", read(header))
         assert declared, f"no constant was found in {header}"
@@ -254,8 +250,6 @@ def test_all_backends_print_the_same_lines(unchanged: tuple[str, ...]) -> None:
 
 
 def marks_of(change: Change) -> list[pytest.MarkDecorator]:
-    if change.name in UNLIKE:
-        return [pytest.mark.skip(reason="backends do not follow this constant alike yet")]
     return [] if change.name in FAST else [pytest.mark.slow]
 
 
