@@ -124,7 +124,9 @@ def test_what_frees_little_and_takes_time_stays_and_the_plan_says_so(device, mon
     assert_nothing_left(manager.stats())
 
 
-def run(manager: memswap.types.Manager, clock: Clock, body: Callable[[], object], number: int) -> int:
+def run(
+    manager: memswap.types.Manager, clock: Clock, body: Callable[[], object], number: int
+) -> int:
     """In how many of so many iterations everything stayed."""
     return sum(clock.moved(manager, body) == 0 for _ in range(number))
 
