@@ -129,6 +129,7 @@ class Manager(Managed):
         windows: what encodes and decodes wait for; None: for nothing.
         account: of a device budget, which watches the device's allocator.
         optimizer: whose state is away between steps, and ends with this manager.
+        compares: the models whose plain steps are compared where little is freed; empty: none are.
     """
 
     def __init__(
@@ -499,14 +500,12 @@ def manage(
     whole = is_device_budget(budget)
     if budget is not None and not whole:
         budget = parsed(budget, "manage(budget=...)")
-    compares: tuple[nn.Module, ...] = ()
-    if isinstance(modules, nn.Module) and not isinstance(
+    whole_model = isinstance(modules, nn.Module) and not isinstance(
         modules, (nn.ModuleList, nn.ModuleDict, nn.Sequential)
-    ):
+    )
+    if whole_model:
         named_units(modules)
         blocks = find_blocks(modules)
-        if budget is None and pool is None and windows is None and names_nothing(policy):
-            compares = (modules,)
     else:
         blocks = Blocks.given(named_units(modules))
     check_pool(pool)
@@ -516,6 +515,8 @@ def manage(
     if budget is not None:
         check_one_device(blocks.units.values())
     policy, ahead = checked_policy(policy), parsed_prefetch(prefetch_bytes)
+    left_all = budget is None and pool is None and windows is None and names_nothing(policy)
+    compares = (modules,) if whole_model and left_all else ()
     account, managed = None, None
     if whole:
         roots = [modules] if isinstance(modules, nn.Module) else list(blocks.units.values())
@@ -537,9 +538,9 @@ def manage(
     )
 
 
-def names_nothing(policy: Policy | None) -> bool:
+def names_nothing(policy: Policy) -> bool:
     """Whether a policy leaves it to memswap how storages move."""
-    return policy is None or (policy.action is None and policy.fn is None)
+    return policy.action is None and policy.fn is None
 
 
 def bytes_of(modules: Iterable[nn.Module]) -> int:
