@@ -157,7 +157,9 @@ def __getattr__(name: str) -> Any:
         return found
     if not name.startswith("__") and find_spec(f"memswap.{name}") is not None:
         return import_module(f"memswap.{name}")
-    raise AttributeError(f"module 'memswap' has no attribute {name!r}")
+    is_type = name[0].isupper() and name in import_module("memswap.types").__all__
+    hint = f": it is memswap.types.{name}" if is_type else ""
+    raise AttributeError(f"module 'memswap' has no attribute {name!r}{hint}")
 
 
 def __dir__() -> list[str]:

@@ -46,7 +46,7 @@ from memswap.planning.device import DevicePlan, is_device_budget
 from memswap.planning.director import BudgetDirector
 from memswap.planning.policy import Policy, answers_unknown, checked_policy
 from memswap.planning.rates import Rates
-from memswap.planning.worth import Worth
+from memswap.planning.worth import Worth, size_of
 from memswap.reports.step_report import write_step_report
 from memswap.windows import Window, Windows
 
@@ -278,7 +278,7 @@ class Manager(Managed):
             self._optimizer.remove()
         self._models.remove()
         if self._worth is not None:
-            self._worth.end()
+            self._worth.remove()
         if self._operators is not None:
             self._operators.remove()
         if self._director is not None:
@@ -351,7 +351,7 @@ class Manager(Managed):
             self._iterations.unit_called(key, (args, kwargs), self._outermost)
             worth = self._worth
             if worth is not None and not worth.over and self._is_plain(worth, (args, kwargs)):
-                return PlainCall(self._iterations.unit_left)
+                return PlainCall(self._iterations.unit_left, worth.left)
         return UnitCall(self._engine, key, self._iterations.unit_left)
 
     def _is_plain(self, worth: Worth, inputs: object) -> bool:
@@ -545,7 +545,7 @@ def names_nothing(policy: Policy) -> bool:
 
 def bytes_of(modules: Iterable[nn.Module]) -> int:
     """Bytes of the parameters and buffers of modules, as they are now."""
-    return sum(one.nbytes for one in persistent_tensors(modules) if not is_lazy(one))
+    return sum(size_of(one) for one in persistent_tensors(modules) if not is_lazy(one))
 
 
 def check_windows(windows: Windows | None) -> None:

@@ -173,6 +173,71 @@ def test_a_longer_sequence_moves_from_its_first_step_on(device, monkeypatch):
         assert manager.plan is not None
 
 
+def test_long_sequences_before_the_ones_that_were_compared_say_nothing(device, monkeypatch):
+    """As with batches that are sorted by length, the longest first."""
+    monkeypatch.setattr(worth, "LEAST_BYTES", 2 * 2**20)
+    model, clock = new_model(device), Clock(monkeypatch, longer=0.1)
+    with memswap.manage(model) as manager:
+        for _ in range(3):
+            assert clock.moved(manager, lambda: step(model, device, 8 * ROWS)) > 0
+        run(manager, clock, lambda: step(model, device), DECIDED)
+        assert manager.plan is not None, "the short ones were not declined"
+        assert clock.moved(manager, lambda: step(model, device)) == 0
+        assert clock.moved(manager, lambda: step(model, device, 8 * ROWS)) > 0
+
+
+def test_of_forwards_in_flight_one_stays(device, monkeypatch):
+    """What was declined is little for one forward, and much for many."""
+    model, clock = new_model(device), Clock(monkeypatch, longer=0.1)
+    plain = step(model, device)
+    with memswap.manage(model) as manager:
+        run(manager, clock, lambda: step(model, device), DECIDED + 1)
+        manager.reset_stats()
+        losses, moved = [], [0]
+        for _ in range(4):
+            losses.append(loss(model, device))
+            moved.append(manager.stats().moved_storages)
+        assert moved[1] == 0 < moved[2] < moved[3] < moved[4]
+        for one in losses:
+            model.zero_grad(set_to_none=True)
+            one.backward()
+            assert_same_gradients(gradients(model), plain)
+        del one, losses
+        assert clock.moved(manager, lambda: step(model, device)) == 0
+
+
+class Sparse(Model):
+    """Has a sparse buffer, and is given a sparse tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mask", torch.eye(ROWS).to_sparse())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x.to_dense())
+
+
+@pytest.mark.cpu_only
+def test_sparse_tensors_are_inputs_and_buffers_like_others(device, monkeypatch):
+    model, clock = new_model(device, Sparse), Clock(monkeypatch, longer=0.1)
+    x = torch.eye(ROWS, WIDTH)
+    with memswap.manage(model) as manager:
+        for layout in (x.to_sparse(), x.to_sparse_csr()):
+            run(manager, clock, lambda x=layout: model(x).backward(), DECIDED)
+        assert manager.plan is not None
+
+
+def test_what_is_given_up_is_not_told_any_more(device, monkeypatch):
+    """Calls turn out to be no iterations, so everything moves from then on."""
+    model, clock = new_model(device, Whole), Clock(monkeypatch, longer=0.1)
+    with memswap.manage(model) as manager:
+        run(manager, clock, lambda: step(model, device), DECIDED + 2)
+        assert manager.plan is not None
+        (loss(model, device, 4 * ROWS) + loss(model, device, 4 * ROWS)).backward()
+        assert clock.moved(manager, lambda: step(model, device)) > 0
+        assert manager.plan is None
+
+
 def test_beside_a_longer_one_in_flight_what_was_declined_moves(device, monkeypatch):
     """Its recipes may read what the operators of a plain one would edit unseen."""
     model, clock = new_model(device), Clock(monkeypatch, longer=0.1)

@@ -12,7 +12,7 @@ from torch import nn
 import memswap
 from memswap.planning import worth
 from memswap.planning.holding import SAMPLES
-from simdev import laboratory, virtual_time
+from simdev import capturing, laboratory, virtual_time
 
 #: After so many steps a comparison is over, and the device has passed its last moment.
 DECIDED = worth.WARM_UP + 2 * SAMPLES + 1
@@ -82,3 +82,26 @@ def test_a_link_that_hides_copies_is_used_on():
     plain, found = times(10.0, False), times(10.0, True)
     assert found.us[worth.WARM_UP - 1] <= 1.01 * plain.us[-1], "copies are not hidden"
     assert all(found.moved[-4:]) and found.plan is None
+
+
+def train_into_a_capture(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The moments that are recorded from the capture on, amid a comparison."""
+    recorded: list[Any] = []
+    stack = Stack(0)
+    model = Model(stack.layers)
+    with memswap.manage(model, memswap.Policy(min_bytes=1)):
+        for _ in range(worth.WARM_UP + 2):
+            model(stack.x).backward()
+        monkeypatch.setattr(worth, "Moment", recorded.append)
+        with capturing(torch.accelerator.current_stream(stack.x.device)):
+            loss = model(stack.x)
+        loss.backward()
+        model(stack.x).backward()
+    return recorded
+
+
+def test_while_a_graph_is_captured_nothing_is_compared(monkeypatch):
+    """A moment that is recorded then belongs to the graph, and asking about one is an error."""
+    with laboratory(LAZY):
+        recorded = train_into_a_capture(monkeypatch)
+    assert not recorded

@@ -85,5 +85,9 @@ def test_every_public_name_is_found_where_type_checkers_find_it() -> None:
 
 
 def test_a_name_that_is_not_there_is_an_attribute_error() -> None:
+    with pytest.raises(
+        AttributeError, match=r"no attribute 'Manager': it is memswap\.types\.Manager"
+    ):
+        _ = memswap.Manager  # type: ignore[attr-defined]
     with pytest.raises(AttributeError, match="module 'memswap' has no attribute 'manag'"):
         _ = memswap.manag

@@ -114,18 +114,21 @@ class PlainCall:
 
     Args:
         ended: is called when the call has ended, unless it raised or was interrupted.
+        left: is given what the call returned.
     """
 
-    __slots__ = ("_ended",)
+    __slots__ = ("_ended", "_left")
 
-    def __init__(self, ended: Callable[[], object]) -> None:
+    def __init__(self, ended: Callable[[], object], left: Callable[[object], object]) -> None:
         self._ended = ended
+        self._left = left
 
     def enter(self, call: FrameType | None) -> None:
         pass
 
     def leave(self, output: object = None) -> None:
         self._ended()
+        self._left(output)
 
     def abandon(self) -> None:
         pass

@@ -8,10 +8,13 @@ than `LEAST_BYTES`, which is about what memswap takes of a process itself, or le
 There, and only there, iterations are compared with plain ones, which is harmless: what these keep
 beyond the others is just that little. If moving makes an iteration more than 1 % longer, as far as
 that is sure, everything stays from then on. Where more is freed there is no plain iteration: it
-would take the memory that was to be saved, and leave its mark on the peak of the process.
+would take the memory that was to be saved, and leave its mark on the peak of the process. On an
+accelerator `LEAST_BYTES` alone says what is little: free memory that is seen where a forward begins
+may be what its own peak needs.
 
-What stays is what begins with inputs that are no larger than those that were compared. A longer
-sequence moves from its first iteration on.
+What stays is what begins with inputs that are no larger than those of the iterations that were
+found to free little. A longer sequence moves from its first iteration on, and so does what begins
+while the graph of a plain iteration waits for its backward.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ from statistics import median
 from time import perf_counter
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
+from weakref import ref
 
 import torch
 
@@ -50,7 +54,7 @@ SEEN = 4
 #: What frees fewer bytes in an iteration frees little, whatever the model.
 LEAST_BYTES = 16 * 2**20
 
-#: And so does what frees a smaller share of the bytes of the model's parameters and buffers.
+#: And so does, on a CPU, what frees a smaller share of the bytes of the model's parameters.
 LEAST_SHARE = 1 / 16
 
 _NOWHERE: Mapping[int, tuple[int, ...]] = MappingProxyType({})
@@ -65,6 +69,31 @@ class Moved(NamedTuple):
     nbytes: int = 0
     freed: int = 0
     """Bytes that went away, less those of the frames that stand in their place."""
+
+
+class _Graph:
+    """The graph of a plain iteration, which holds this, until its backward has begun."""
+
+    __slots__ = ("__weakref__", "waits")
+
+    def __init__(self, node: torch.autograd.graph.Node) -> None:
+        self.waits = True
+        node.register_prehook(self._begins_backward)
+
+    def _begins_backward(self, gradients: object) -> None:
+        self.waits = False
+
+
+def size_of(tensor: torch.Tensor) -> int:
+    """Bytes of a tensor's elements; of a sparse one, of those that are there."""
+    if tensor.layout is torch.sparse_coo:
+        tensor = tensor._values()
+    elif tensor.layout in _COMPRESSED:
+        tensor = tensor.values()
+    return int(tensor.numel()) * int(tensor.element_size())
+
+
+_COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 
 
 class Moment:
@@ -121,8 +150,9 @@ class Worth:
         self._retries = 0
         self._last = Moved()  # as counted when it was looked at last
         self._moved = Moved()  # in this iteration
-        self._seen: list[Moved] = []  # in iterations before
+        self._seen: list[tuple[Moved, int]] = []  # in iterations before, and their inputs' bytes
         self._moving: list[Iteration] = []  # that moved something, and may be in flight
+        self._plain_graphs: list[ref[_Graph]] = []  # of those in which everything stayed
         self._comparison: Comparison | None = None
         self._device: torch.device | None = None  # an accelerator whose moments count
         self._steps: list[_Step] = []
@@ -130,13 +160,20 @@ class Worth:
         self._plain: bool | None = None  # what it is; None: no unit was called yet
         self._calls = 0  # of units, in this iteration
         self._much_bytes = 0.0  # that an iteration frees where there are no plain ones
-        self._most_bytes = 0  # of what the first unit was given, in iterations that moved
+        self._bytes = 0  # of what the first unit was given
+        self._most_bytes = 0  # of the same in the iterations that freed little
 
     def end(self) -> None:
-        """Nothing is compared any more, and everything moves. What was told last stays."""
+        """Nothing is compared any more, and everything moves."""
+        self.remove()
+        self.declined = None
+
+    def remove(self) -> None:
+        """Nothing is watched any more. What was told last stays."""
         self.over, self._wants_plain, self._comparison = True, False, None
         self._steps.clear()
         self._moving.clear()
+        self._plain_graphs.clear()
         self._engine.knows_operators = True
 
     # --- iterations -------------------------------------------------------------------------------
@@ -144,6 +181,9 @@ class Worth:
     def begins(self) -> None:
         """A forward begins. The engine's iteration is still that of the last one that moved."""
         if self.over:
+            return
+        if any(one.captures() for one in self._engine.open_transfers()):
+            self.end()  # a moment would belong to the graph that is captured
             return
         self._end_iteration()
         self._go_on()
@@ -167,7 +207,10 @@ class Worth:
         """Whether the iteration that begins is to be a plain one."""
         if self.over:
             return
-        in_flight = bool(self._moving)  # a graph, or a part of one
+        self._plain_graphs = [
+            one for one in self._plain_graphs if (graph := one()) is not None and graph.waits
+        ]
+        in_flight = bool(self._moving or self._plain_graphs)  # a graph, or a part of one
         if self._comparison is not None:
             self._wants_plain = self._comparison.begin() and not in_flight
             self._steps.append(_Step(self._wants_plain, Moment(self._device)))
@@ -182,18 +225,24 @@ class Worth:
             return False
         self._calls += 1
         if self._plain is None:
-            nbytes = sum(one.nbytes for one in tensors_in(inputs))
-            self._plain = self._wants_plain and nbytes <= self._most_bytes
+            self._bytes = sum(map(size_of, tensors_in(inputs)))
+            self._plain = self._wants_plain and self._bytes <= self._most_bytes
             if not self._plain:
                 self._engine.knows_operators = True
-                if self.declined is None:
-                    self._most_bytes = max(self._most_bytes, nbytes)
                 if self._steps and self._steps[-1].plain:
                     self._steps[-1].usable = False
         if self._alone and self._calls > 1 and not self._plain:
             self.end()  # calls are no iterations
             return False
         return self._plain
+
+    def left(self, output: object) -> None:
+        """A unit's call has ended in a plain iteration, whose backward nothing else will show."""
+        if self.over or len(self._plain_graphs) > 0:
+            return
+        node = next((one.grad_fn for one in tensors_in(output) if one.grad_fn is not None), None)
+        if node is not None:
+            self._plain_graphs.append(ref(_Graph(node)))
 
     def _end_iteration(self) -> None:
         """What the last iteration has come to."""
@@ -208,7 +257,7 @@ class Worth:
                 return
             if not latest.over:
                 self._moving.append(latest)
-            self._seen = [*self._seen[1 - SEEN :], self._moved]
+            self._seen = [*self._seen[1 - SEEN :], (self._moved, self._bytes)]
             if self._comparison is not None and self._moved.freed >= self._much_bytes:
                 self.end()
                 return
@@ -238,13 +287,15 @@ class Worth:
 
     def _look(self) -> None:
         """Whether what moving frees is so little that its time is to be looked at."""
-        freed = max((one.freed for one in self._seen), default=0)
-        self._much_bytes = max(LEAST_BYTES, LEAST_SHARE * self._model_bytes())
+        freed = max((moved.freed for moved, _ in self._seen), default=0)
+        self._most_bytes = max((nbytes for _, nbytes in self._seen), default=0)
+        devices = [one.device for one in self._engine.open_transfers()]
+        accelerators = [one for one in devices if one.type != "cpu"]
+        share = 0.0 if accelerators else LEAST_SHARE
+        self._much_bytes = max(LEAST_BYTES, share * self._model_bytes())
         if freed >= self._much_bytes:
             self.end()
             return
-        devices = [one.device for one in self._engine.open_transfers()]
-        accelerators = [one for one in devices if one.type != "cpu"]
         room = [free_bytes(one) for one in accelerators or devices[:1]]
         if len(room) != 1 or room[0] is None or 2 * freed > room[0]:
             self.end()
@@ -270,7 +321,7 @@ class Worth:
 
     def _decide(self, comparison: Comparison) -> None:
         plain_s = median(one.total_s for one in comparison.plain)
-        cost_s, seen = comparison.cost_s(), self._seen[-1]
+        cost_s, (seen, _) = comparison.cost_s(), self._seen[-1]
         if cost_s <= AUTO_SLOWDOWN * plain_s:
             self.end()
             return
