@@ -109,8 +109,6 @@ PyObject* get(PyObject* self, void*) {
   return guarded([&] { return py::cast((handle_of(self)->saved.*property)()).release().ptr(); });
 }
 
-PyObject* waits(PyObject* self, void*) { return PyBool_FromLong(handle_of(self)->waits); }
-
 PyMethodDef methods[] = {{"unpack", unpack, METH_NOARGS, nullptr}, {}};
 PyMethodDef functions[] = {{"unpack", unpack_any, METH_O, nullptr}, {}};
 
@@ -118,7 +116,6 @@ PyGetSetDef properties[] = {
     {"entry", get<&SavedTensor::known>, nullptr, nullptr, nullptr},
     {"view", get<&SavedTensor::view>, nullptr, nullptr, nullptr},
     {"stays", get<&SavedTensor::stays>, nullptr, nullptr, nullptr},
-    {"waits", waits, nullptr, nullptr, nullptr},
     {"tensor", get<&SavedTensor::tensor>, nullptr, nullptr, nullptr},
     {},
 };
@@ -152,11 +149,10 @@ py::object new_handle(PyObject* owner, PyObject* batch, Make make) {
   return made;
 }
 
-// The handle of a tensor that stays. Leaves that require grad (weights, most of all) and parameters
-// of Python's own classes of tensors are kept themselves.
-py::object kept_handle(PyObject* object, KnownPtr known, PyObject* owner) {
+// The handle of a tensor that stays, and that was saved with this version. Leaves that require grad
+// (weights, most of all) and parameters of Python's own classes of tensors are kept themselves.
+py::object kept_handle(PyObject* object, uint32_t version, KnownPtr known, PyObject* owner) {
   const at::Tensor& tensor = THPVariable_Unpack(object);
-  const auto version = static_cast<uint32_t>(tensor._version());
   at::Tensor kept;
   if (Py_IS_TYPE(object, reinterpret_cast<PyTypeObject*>(THPVariableClass))) {
     kept = without_graph(tensor);
@@ -177,7 +173,8 @@ void bind_handle(py::module_& module) {
     throw py::error_already_set();
   }
   module.def("kept_handle", [](const at::Tensor& tensor) {
-    return kept_handle(py::cast(tensor).ptr(), nullptr, Py_None);
+    const auto version = static_cast<uint32_t>(tensor._version());
+    return kept_handle(py::cast(tensor).ptr(), version, nullptr, Py_None);
   });
   module.def("raise_inplace_edit",
              [](const std::string& tensor, uint32_t found, uint32_t expected) {
@@ -242,7 +239,7 @@ py::object save(Scope& scope, PyObject* tensor, SavedView&& view) {
   SaveResult saved = scope.engine->save(
       {THPVariable_Unpack(tensor), view, scope, scope.packs, scope.batch_or_null()});
   if (!saved.moves) {
-    return kept_handle(tensor, std::move(saved.known), scope.owner.ptr());
+    return kept_handle(tensor, view.version(), std::move(saved.known), scope.owner.ptr());
   }
   EntryPtr entry = as_entry(std::move(saved.known));
   return new_handle(scope.owner.ptr(), scope.batch.ptr(),
@@ -288,10 +285,10 @@ py::object pack_plain(py::handle self, Scope& scope, py::handle object, SavedVie
                                                   self.attr("is_frozen")(object).cast<bool>());
   if (const Reason reason = persists ? reasons::kParameter : why_fixed(view)) {
     engine.keep(view, reason);
-    return kept_handle(object.ptr(), nullptr, scope.owner.ptr());
+    return kept_handle(object.ptr(), view.version(), nullptr, scope.owner.ptr());
   }
   if (has_to_wait(scope, object.ptr(), view)) {
-    py::object later = kept_handle(object.ptr(), nullptr, scope.owner.ptr());
+    py::object later = kept_handle(object.ptr(), view.version(), nullptr, scope.owner.ptr());
     handle_of(later.ptr())->waits = true;
     scope.waiting.push_back({later, py::reinterpret_borrow<py::object>(object), std::move(view)});
     scope.node = at::sequence_number::peek();
@@ -316,7 +313,9 @@ PyObject* pack(PyObject* object, PyObject* tensor) {
     if (!view) {
       return self.attr("pack_unusual")(py::handle(tensor)).release().ptr();
     }
-    wait_for_collectives(THPVariable_Unpack(tensor));
+    if (scope.action != Action::kKeep) {  // whoever uses what stays waits by itself
+      wait_for_collectives(THPVariable_Unpack(tensor));
+    }
     py::object handle = pack_plain(self, scope, tensor, std::move(*view));
     scope.engine->tell();
     if (!handle_of(handle.ptr())->waits) {

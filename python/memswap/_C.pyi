@@ -481,8 +481,6 @@ class Handle:
     @property
     def stays(self) -> bool: ...
     @property
-    def waits(self) -> bool: ...  # it stays until its operator has run
-    @property
     def tensor(self) -> Any: ...
 
 def kept_handle(tensor: torch.Tensor, /) -> Handle: ...  # of a save whose tensor stays

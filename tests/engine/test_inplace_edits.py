@@ -74,6 +74,18 @@ def test_edit_after_saving_raises_in_backward(device, new_pool, policy, edit):
     assert_released(engine, pool, moved=policy == "moved")
 
 
+@pytest.mark.parametrize("policy", POLICIES)
+def test_edit_of_what_its_operator_might_have_filled_later_raises(device, new_pool, policy):
+    """A norm's statistics are saved once another operator saves, or the block ends."""
+    engine = memswap.saved_tensors(POLICIES[policy], pool=new_pool())
+    x = random(device, 4, 4).requires_grad_()
+    with engine:
+        normed, mean, _ = torch.native_layer_norm(x, (4,), None, None, 1e-5)
+        loss = normed.sum()
+        mean.add_(1)
+    backward_is_refused(loss)
+
+
 @pytest.mark.parametrize("kept", [False, True], ids=["moved", "kept"])
 def test_edit_is_noticed_even_if_the_edited_tensor_is_gone_by_backward(device, new_pool, kept):
     policy = POLICIES["kept by the policy" if kept else "moved"]

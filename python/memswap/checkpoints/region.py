@@ -66,6 +66,7 @@ class Region:
     saved: dict[Any, dict[int, _Call]] = field(default_factory=dict)
     """Operator -> number of the call -> what it gave, where that was saved."""
     _writing: list[_Held] = field(default_factory=list)
+    _why_written: str = ""
     _holders: dict[int, tuple[WeakStorage, list[_Call]]] = field(default_factory=dict)
     """Storage -> the calls whose output lies on it. A weak storage keeps its key."""
 
@@ -93,7 +94,10 @@ class Region:
         if not written and shares_storage(output, (args, kwargs)):
             return
         reason = "collective" if is_collective(op) else "written in place" if written else ""
-        self._pack_with(Action.KEEP if reason else self._action_of(policy), reason)
+        wanted = _ACTIONS.get(policy, Action.KEEP)
+        refused = reason if wanted is not Action.KEEP else ""
+        self._pack_with(Action.KEEP if reason else wanted, refused)
+        self._why_written = refused
         random = self.keeps_random_state and draws(op)
         call = _Call(self, op, policy, args, kwargs, output, written, random)
         self.saved.setdefault(op, {})[number] = call
@@ -107,7 +111,7 @@ class Region:
     def end_write(self) -> None:
         """The last operator has returned through autograd, which counts versions up."""
         if self._writing:
-            self._pack_with(Action.KEEP, "written in place")
+            self._pack_with(Action.KEEP, self._why_written)
         for held in self._writing:
             held.count(self.scope)
         self._writing = []
@@ -135,14 +139,9 @@ class Region:
             for call in self._holders.pop(native.storage_key(part), (None, ()))[1]:
                 call.overwritten = True
 
-    def _action_of(self, policy: CheckpointPolicy) -> Action | None:
-        """What is done with an output; None: what the plan says that counts it."""
-        if policy is CheckpointPolicy.PREFER_SAVE and self.scope.engine.planning.directed:
-            return None
-        return _ACTIONS.get(policy, Action.KEEP)
-
-    def _pack_with(self, action: Action | None, why_kept: str) -> None:
-        self.scope.action, self.scope.why_kept = action, why_kept or "policy"
+    def _pack_with(self, action: Action, refused: str) -> None:
+        """What is packed next leaves so, or stays; `refused`: why it does so against the policy."""
+        self.scope.action, self.scope.why_kept = action, refused or "policy"
 
 
 class _Mode(TorchDispatchMode):  # type: ignore[misc]
@@ -300,7 +299,7 @@ class _Held:
         self._tensor: torch.Tensor | None = None
         if handle is None:
             self._tensor = tensor.detach()
-        elif isinstance(handle, native.Handle) and handle.stays and not handle.waits:
+        elif isinstance(handle, native.Handle) and handle.stays:
             self._tensor = handle.tensor  # the engine asks whether others hold a storage
 
     def count(self, scope: HookScope) -> None:
