@@ -14,6 +14,8 @@
 #include <utility>
 #include <vector>
 
+#include "fake_device.h"
+#include "lane/graph_capture.h"
 #include "lane/lane_around.h"
 #include "lane/worker_lane.h"
 #include "pool/host_slabs.h"

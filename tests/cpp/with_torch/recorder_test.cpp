@@ -224,10 +224,13 @@ TEST_F(Records, WhatRegionsSaveAgainCountsFromItsMarkOn) {
 TEST_F(Records, WhatRegionsSaveOfEntriesIsCountedAlready) {
   direct(lane);
   const EntryPtr entry = save(bytes());
+  entry->add_handle();  // another save, which has not been read then
+  lane->sends[0]->storage.reset();
+  lane->sends[0]->said_done = true;
   const StorageRefPtr back = engine->demand(entry);
   const int64_t before = engine->ledger.counters.resident_bytes;
   const Locked locked(engine->lock);
-  ASSERT_TRUE(entry->fetched());
+  ASSERT_TRUE(entry->fetched() && entry->storage());
   engine->planning.count_recomputed(*back);
   EXPECT_EQ(engine->ledger.counters.resident_bytes, before);
 }
