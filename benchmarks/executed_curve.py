@@ -33,6 +33,9 @@ SCALE = 1024
 #: another passes three times over its memory, and twice over a card's.
 PASSES = 3 / 2
 
+#: The schedule whose host runs ahead.
+LAZY = next(one for one in SCHEDULES if one.policy == "lazy")
+
 #: Steps before one is measured: learning, planning, and the first ones under the plan.
 STEPS = 8
 
@@ -221,6 +224,7 @@ def clocked(card: Hardware) -> Any:
     )
 
 
+@laboratory(LAZY)
 def executed(
     device: torch.device,
     card: Hardware,
@@ -233,18 +237,6 @@ def executed(
     Raises:
         BudgetError: it cannot be met.
     """
-    lazy = next(one for one in SCHEDULES if one.policy == "lazy")  # its host runs ahead
-    with laboratory(lazy):
-        return _trained(device, card, marks, policy, budget)
-
-
-def _trained(
-    device: torch.device,
-    card: Hardware,
-    marks: Marks,
-    policy: memswap.Policy,
-    budget: str,
-) -> Executed:
     with clocked(card) as clock:
         stack = Stack(device, card, marks)
 

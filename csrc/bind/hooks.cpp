@@ -48,7 +48,6 @@ struct HandleObject {
   PyObject* owner;   // the engine's object, or None
   PyObject* batch;   // of a group, or None
   PyObject* passed;  // what stands for the tensor since other hooks were given it, or nullptr
-  bool waits;        // it is kept, and saved once its operator has run
 };
 
 PyTypeObject* handle_type = nullptr;  // set once, by bind_handle
@@ -264,7 +263,6 @@ void pack_waiting(py::handle self, Scope& scope) {
     }
     saved = or_outer(self, scope, one.tensor, std::move(saved));
     HandleObject& handle = *handle_of(one.handle.ptr());
-    handle.waits = false;
     if (Py_IS_TYPE(saved.ptr(), handle_type)) {
       std::swap(handle.saved, handle_of(saved.ptr())->saved);
       std::swap(handle.batch, handle_of(saved.ptr())->batch);
@@ -289,7 +287,6 @@ py::object pack_plain(py::handle self, Scope& scope, py::handle object, SavedVie
   }
   if (has_to_wait(scope, object.ptr(), view)) {
     py::object later = kept_handle(object.ptr(), view.version(), nullptr, scope.owner.ptr());
-    handle_of(later.ptr())->waits = true;
     scope.waiting.push_back({later, py::reinterpret_borrow<py::object>(object), std::move(view)});
     scope.node = at::sequence_number::peek();
     return later;
@@ -317,8 +314,9 @@ PyObject* pack(PyObject* object, PyObject* tensor) {
       wait_for_collectives(THPVariable_Unpack(tensor));
     }
     py::object handle = pack_plain(self, scope, tensor, std::move(*view));
+    const bool waits = !scope.waiting.empty() && scope.waiting.back().handle.is(handle);
     scope.engine->tell();
-    if (!handle_of(handle.ptr())->waits) {
+    if (!waits) {
       handle = or_outer(self, scope, tensor, std::move(handle));
     }
     return handle.release().ptr();

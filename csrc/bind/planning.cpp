@@ -94,6 +94,12 @@ void bind_planning(py::module_& module) {
                         c10::ScalarType dtype,
                         Action action) { self.choose({unit, ordinal, nbytes, dtype, action}); });
 
+  py::class_<Moment, std::shared_ptr<Moment>>(module, "Moment").def("reached", &Moment::reached);
+  py::class_<Clock>(module, "Clock")
+      .def(py::init<c10::Device>())
+      .def("now", [](const Clock& clock) { return std::const_pointer_cast<Moment>(clock.now()); });
+  bind_functions<&seconds_between>(module);
+
   using Bytes = std::vector<int64_t>;
   using Marks = std::vector<int32_t>;
   using Seconds = std::vector<double>;

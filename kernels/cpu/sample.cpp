@@ -45,13 +45,16 @@ uint64_t sparse_bytes_without_zeros(uint32_t dense_bytes, uint32_t block_bytes) 
 // numbers, span half of their range or more, and layout upcast where a low half is not 0. Of most
 // floats the first few elements say so. `block` is whole, of elements that are floats.
 bool is_literal_at_a_glance(Layout layout, const uint8_t* block, uint32_t width) {
+  if (layout != Layout::kUpcast && layout != Layout::kInts) {
+    return false;
+  }
   constexpr uint32_t kElements = 64;
   uint8_t least = 0xff, most = 0;
   for (const uint8_t* element = block; element < block + kElements * width; element += width) {
     least = std::min(least, element[width - 1]);
     most = std::max(most, element[width - 1]);
     if (layout == Layout::kUpcast ? element[0] != 0 : most - least > 0x80) {
-      return layout == Layout::kUpcast || layout == Layout::kInts;
+      return true;
     }
   }
   return false;

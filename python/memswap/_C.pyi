@@ -532,6 +532,19 @@ class IterationRecord:
     sends: list[tuple[float, int]]
     fetches: list[tuple[float, int]]
 
+class Moment:
+    """A point of a device's work, or of the host's time (csrc/engine/clock.h)."""
+
+    def reached(self) -> bool: ...  # never waits
+
+class Clock:
+    """Of one device (csrc/engine/clock.h)."""
+
+    def __init__(self, device: torch.device) -> None: ...
+    def now(self) -> Moment | None: ...  # None while a graph is captured
+
+def seconds_between(begin: Moment, end: Moment) -> float: ...  # both were reached
+
 class Recorder:
     """Takes down one iteration (csrc/engine/recorder.h)."""
 

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from memswap._warn import warn
-from memswap.engine.autograd import in_backward
+from memswap.engine.autograd import in_backward, nbytes_of
 from memswap.engine.compiled import uncompiled
 from memswap.engine.engine import Engine
 from memswap.engine.hook_scope import HookScope, OpenBlocks, current_scope
@@ -46,7 +46,7 @@ from memswap.planning.device import DevicePlan, is_device_budget
 from memswap.planning.director import BudgetDirector
 from memswap.planning.policy import Policy, answers_unknown, checked_policy
 from memswap.planning.rates import Rates
-from memswap.planning.worth import Worth, size_of
+from memswap.planning.worth import Worth
 from memswap.reports.step_report import write_step_report
 from memswap.windows import Window, Windows
 
@@ -545,7 +545,7 @@ def names_nothing(policy: Policy) -> bool:
 
 def bytes_of(modules: Iterable[nn.Module]) -> int:
     """Bytes of the parameters and buffers of modules, as they are now."""
-    return sum(size_of(one) for one in persistent_tensors(modules) if not is_lazy(one))
+    return sum(nbytes_of(one) for one in persistent_tensors(modules) if not is_lazy(one))
 
 
 def check_windows(windows: Windows | None) -> None:

@@ -78,17 +78,18 @@ class Clock:
         clock = self
         self.now_s, self.longer, self.manager = 0.0, longer, None
 
-        class Moment:
-            def __init__(self, device: torch.device | None) -> None:
-                self._s = clock.now_s
-
+        class Moment(float):
             def reached(self) -> bool:
                 return True
 
-            def seconds_to(self, later: Any) -> float:
-                return float(later._s - self._s)
+        class OfDevice:
+            def __init__(self, device: torch.device) -> None: ...
 
-        monkeypatch.setattr(worth, "Moment", Moment)
+            def now(self) -> Moment:
+                return Moment(clock.now_s)
+
+        monkeypatch.setattr(worth, "Clock", OfDevice)
+        monkeypatch.setattr(worth, "seconds_between", lambda begin, end: end - begin)
 
     def moved(self, manager: memswap.types.Manager, body: Callable[[], object]) -> int:
         """Storages that moved in one iteration, which takes its time."""

@@ -97,6 +97,18 @@ def tensors_in(tree: object) -> Iterator[torch.Tensor]:
     return (leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor))
 
 
+_COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
+
+
+def nbytes_of(tensor: torch.Tensor) -> int:
+    """Bytes of a tensor's elements; of a sparse one, of those that are there."""
+    if tensor.layout is torch.sparse_coo:
+        tensor = tensor._values()
+    elif tensor.layout in _COMPRESSED:
+        tensor = tensor.values()
+    return int(tensor.numel()) * int(tensor.element_size())
+
+
 def differentiable(tree: object) -> list[torch.Tensor]:
     """Those of them whose gradients a backward will compute."""
     grad = torch.is_grad_enabled()

@@ -14,6 +14,8 @@ import torch
 
 from memswap._native import native
 from memswap.engine.action import ENCODE_SWAP, KEEP, SWAP
+from memswap.engine.autograd import nbytes_of
+from memswap.engine.director import Director
 from memswap.engine.expectations import Key
 from memswap.planning.device import DevicePlan
 from memswap.planning.in_flight import InFlight
@@ -40,7 +42,7 @@ if TYPE_CHECKING:
     from memswap.planning.step import Step
 
 
-class BudgetDirector:
+class BudgetDirector(Director):
     """Directs an engine under a memory budget.
 
     It is asked about storages for as long as there is no plan, and where one does not say what
@@ -190,16 +192,7 @@ class BudgetDirector:
         action: Action,
         insists: bool,
     ) -> Action | None:
-        """The plan's action, or what learning needs, or None.
-
-        Args:
-            tensor: that is saved.
-            unit: that saves it.
-            ordinal: among the storages that the unit saves.
-            nbytes: of the storage.
-            action: the policy's, or who saves.
-            insists: whether who saves has an action of its own; then nothing changes it.
-        """
+        """The plan's action, or what learning needs, or None."""
         iteration = self._engine.iteration
         key = Key(unit, ordinal, nbytes, tensor.dtype)
         one = self._of(iteration) or self._begin(iteration, key, tensor.device)
@@ -243,7 +236,7 @@ class BudgetDirector:
             iteration = engine.iteration
             one = self._of(iteration)
             if one is None:
-                nbytes = sum(tensor.nbytes for tensor in tensors)
+                nbytes = sum(map(nbytes_of, tensors))
                 key = Key(name, -1, nbytes, tensors[0].dtype)
                 one = self._begin(iteration, key, tensors[0].device)
             on = one.off is not None and name not in one.off

@@ -21,15 +21,15 @@ from __future__ import annotations
 
 import logging
 from statistics import median
-from time import perf_counter
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 from weakref import ref
 
 import torch
 
+from memswap._native import native
 from memswap.engine.action import Action
-from memswap.engine.autograd import tensors_in
+from memswap.engine.autograd import nbytes_of, tensors_in
 from memswap.engine.units import format_bytes
 from memswap.planning.holding import MOST_BEGUN, Comparison, Sample
 from memswap.planning.kinds import RETIME_AFTER
@@ -40,9 +40,8 @@ from memswap.planning.step import Step
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
-    from typing import Any
 
-    from memswap._C import Iteration
+    from memswap._C import Iteration, Moment
     from memswap.engine.engine import Engine
 
 #: Iterations before anything is compared: frames are expected, recipes are proven, pools are full.
@@ -56,6 +55,8 @@ LEAST_BYTES = 16 * 2**20
 
 #: And so does, on a CPU, what frees a smaller share of the bytes of the model's parameters.
 LEAST_SHARE = 1 / 16
+
+Clock, seconds_between = native.Clock, native.seconds_between
 
 _NOWHERE: Mapping[int, tuple[int, ...]] = MappingProxyType({})
 
@@ -82,39 +83,6 @@ class _Graph:
 
     def _begins_backward(self, gradients: object) -> None:
         self.waits = False
-
-
-def size_of(tensor: torch.Tensor) -> int:
-    """Bytes of a tensor's elements; of a sparse one, of those that are there."""
-    if tensor.layout is torch.sparse_coo:
-        tensor = tensor._values()
-    elif tensor.layout in _COMPRESSED:
-        tensor = tensor.values()
-    return int(tensor.numel()) * int(tensor.element_size())
-
-
-_COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
-
-
-class Moment:
-    """A moment of an accelerator's current stream, or of the host."""
-
-    def __init__(self, device: torch.device | None) -> None:
-        self._host_s = perf_counter()
-        self._event: torch.Event | None = None
-        if device is not None:
-            self._event = torch.Event(device, enable_timing=True)
-            self._event.record(torch.accelerator.current_stream(device))
-
-    def reached(self) -> bool:
-        """Whether the device has come that far."""
-        return self._event is None or bool(self._event.query())
-
-    def seconds_to(self, later: Moment) -> float:
-        """Both have been reached."""
-        if self._event is None or later._event is None:
-            return later._host_s - self._host_s
-        return float(self._event.elapsed_time(later._event)) * 1e-3
 
 
 class _Step:
@@ -154,7 +122,7 @@ class Worth:
         self._moving: list[Iteration] = []  # that moved something, and may be in flight
         self._plain_graphs: list[ref[_Graph]] = []  # of those in which everything stayed
         self._comparison: Comparison | None = None
-        self._device: torch.device | None = None  # an accelerator whose moments count
+        self._clock = Clock(torch.device("cpu"))  # of the accelerator, if there is one
         self._steps: list[_Step] = []
         self._wants_plain = False  # of this iteration
         self._plain: bool | None = None  # what it is; None: no unit was called yet
@@ -213,7 +181,7 @@ class Worth:
         in_flight = bool(self._moving or self._plain_graphs)  # a graph, or a part of one
         if self._comparison is not None:
             self._wants_plain = self._comparison.begin() and not in_flight
-            self._steps.append(_Step(self._wants_plain, Moment(self._device)))
+            self._steps.append(_Step(self._wants_plain, self._now()))
         else:
             self._wants_plain = self.declined is not None and not in_flight
         # What recipes of another forward in flight read may be edited by this one's operators.
@@ -225,7 +193,7 @@ class Worth:
             return False
         self._calls += 1
         if self._plain is None:
-            self._bytes = sum(map(size_of, tensors_in(inputs)))
+            self._bytes = sum(map(nbytes_of, tensors_in(inputs)))
             self._plain = self._wants_plain and self._bytes <= self._most_bytes
             if not self._plain:
                 self._engine.knows_operators = True
@@ -300,19 +268,25 @@ class Worth:
         if len(room) != 1 or room[0] is None or 2 * freed > room[0]:
             self.end()
             return
-        self._device = accelerators[0] if accelerators else None
+        if accelerators:
+            self._clock = Clock(accelerators[0])
         self._comparison = Comparison()
 
     # --- what it costs ----------------------------------------------------------------------------
 
+    def _now(self) -> Moment:
+        moment = self._clock.now()
+        assert moment is not None, "`begins` looks whether a graph is captured"
+        return moment
+
     def _compare(self, comparison: Comparison) -> None:
         """One more iteration of a comparison has ended."""
-        self._steps[-1].ended = Moment(self._device)
+        self._steps[-1].ended = self._now()
         comparison.planned.clear()
         comparison.plain.clear()
         for one in self._steps:
             if one.usable and one.ended is not None and one.ended.reached():
-                sample = Sample(one.began.seconds_to(one.ended))
+                sample = Sample(seconds_between(one.began, one.ended))
                 (comparison.plain if one.plain else comparison.planned).append(sample)
         if comparison.complete:
             self._decide(comparison)
@@ -354,10 +328,12 @@ def _kept(moved: Moved, plain_s: float, words: str) -> Plan:
         why="does not pay",
         exposed_s=0.0,
     )
-    nothing: dict[str, Any] = {"storages": (), "recompute": (), "exposed_s": 0.0}
     return Plan(
         budget="none",
         units=(all_of_it,),
+        storages=(),
+        recompute=(),
+        exposed_s=0.0,
         peak_bytes=moved.nbytes,
         kept_peak_bytes=moved.nbytes,
         compute_s=plain_s,
@@ -367,5 +343,4 @@ def _kept(moved: Moved, plain_s: float, words: str) -> Plan:
         departures=_NOWHERE,
         fetches=_NOWHERE,
         declined=words,
-        **nothing,
     )
