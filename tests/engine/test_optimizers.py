@@ -34,9 +34,9 @@ from optimizer_helpers import (
 from torch import nn
 
 import memswap
-from memswap.optimizers.managed import OptimizerStepError, steps_in_parts
+from memswap.optimizers.managed import OptimizerStepError
 from memswap.optimizers.state import StateMover, away_of, plain_tensors
-from memswap.optimizers.step import StateStream
+from memswap.optimizers.step import StateStream, steps_in_parts
 
 pytestmark = pytest.mark.filterwarnings("ignore:The foreach:UserWarning")
 

@@ -12,9 +12,8 @@ hooks belong to one optimizer; nothing of torch is patched.
 
 from __future__ import annotations
 
-import inspect
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -29,13 +28,8 @@ from memswap.engine.transfers import check_pool
 from memswap.engine.uncopied import Uncopied
 from memswap.engine.units import format_bytes, parse_bytes
 from memswap.errors import MemswapError
-from memswap.optimizers.state import (
-    StateMover,
-    away_of,
-    copy_on_host,
-    plain_tensors,
-    with_tensors,
-)
+from memswap.optimizers.saved_state import loaded, on_host, plain_getstate
+from memswap.optimizers.state import StateMover, away_of, plain_tensors
 from memswap.optimizers.step import (
     PARTS,
     StateStream,
@@ -45,9 +39,11 @@ from memswap.optimizers.step import (
     new_view,
     parameters_of,
     state_of,
+    steps_in_parts,
     storages_that_stay,
     uncompiled,
     view_class,
+    why_whole,
 )
 from memswap.planning.policy import answers_unknown, named_action
 
@@ -55,26 +51,6 @@ if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
 
     from memswap.engine.transfers import Pool
-
-#: Whose step over some of their parameters is their step over all, in parts: each of their updates
-#: looks at one parameter, its gradient, its state and the group's numbers.
-#: tests/engine/test_optimizers.py proves it for each.
-STEPS_IN_PARTS = (
-    "ASGD",
-    "Adadelta",
-    "Adafactor",
-    "Adagrad",
-    "Adam",
-    "AdamW",
-    "Adamax",
-    "Muon",
-    "NAdam",
-    "RAdam",
-    "RMSprop",
-    "Rprop",
-    "SGD",
-    "SparseAdam",
-)
 
 #: The share of its state that an optimizer may have on the device in a step, and bounds in bytes.
 #: Copies of some MiB keep a link or a disk busy; more than that only takes memory.
@@ -228,7 +204,7 @@ class ManagedOptimizer(Uncopied):
         self._room_bytes = room_bytes
         self._known = steps_in_parts(type(optimizer))
         self._chunked = self._known if chunked is None else chunked
-        self._why_whole = "" if self._chunked else _why_whole(type(optimizer), chunked)
+        self._why_whole = "" if self._chunked else why_whole(type(optimizer), chunked)
         self._view_class = view_class(type(optimizer)) if self._chunked else None
         self._stream: StateStream | None = None
         self._groups: list[dict[str, Any]] = []
@@ -250,7 +226,7 @@ class ManagedOptimizer(Uncopied):
         attributes: Any = optimizer.__dict__
         attributes[_ATTRIBUTE] = self
         # Pickling and copying ask the instance. What they get is the optimizer without memswap.
-        attributes["__getstate__"] = _plain_state_of(ref(optimizer))
+        attributes["__getstate__"] = plain_getstate(ref(optimizer))
         self._send_all(optimizer)
 
     # --- for the user -----------------------------------------------------------------------------
@@ -525,40 +501,11 @@ class ManagedOptimizer(Uncopied):
 
     def _state_dict(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
         self._end_interrupted()
-        return {**state_dict, "state": with_tensors(state_dict["state"], copy_on_host)}
+        return on_host(state_dict)
 
     def _before_load(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Each tensor goes through the device alone; torch finds all of them where they belong."""
         self._end_interrupted()
-        saved = [one for group in state_dict["param_groups"] for one in group["params"]]
-        own = list(parameters_of(optimizer))
-        if len(saved) != len(own) or self._present:
-            return state_dict  # torch says what is wrong
-        parameters = dict(zip(saved, own, strict=True))
-        loaded = {}
-        self._mover.begin_step()
-        for key, value in state_dict["state"].items():
-            parameter = parameters.get(key)
-            loaded[key] = value if parameter is None else self._load(parameter, key, value)
-        return {**state_dict, "state": loaded}
-
-    def _load(self, parameter: torch.Tensor, key: Any, value: Any) -> Any:
-        number = 0
-
-        def send(tensor: torch.Tensor) -> torch.Tensor:
-            nonlocal number
-            number += 1
-            if tensor.numel() <= 1 or not tensor.is_floating_point():
-                return tensor  # counters; what torch does not cast, it moves
-            dtype = parameter.dtype if parameter.is_floating_point() else tensor.dtype
-            moved = tensor.to(dtype=dtype, device=parameter.device)
-            moved = moved.clone() if moved is tensor else moved
-            self._mover.send(moved, f"load.{key}.{number}", frozenset())
-            while self._mover.wait_oldest():
-                pass
-            return moved
-
-        return with_tensors(value, send)
+        return state_dict if self._present else loaded(optimizer, state_dict, self._mover)
 
     def _after_load(self, optimizer: Optimizer) -> None:
         if not self._present:
@@ -572,32 +519,6 @@ class ManagedOptimizer(Uncopied):
 
 
 _NOTHING = object()
-
-
-def steps_in_parts(kind: type[Optimizer]) -> bool:
-    """Whether a class steps as one of `STEPS_IN_PARTS` does: it inherits what they do."""
-    for name in STEPS_IN_PARTS:
-        known = getattr(torch.optim, name, None)
-        if known is None or not issubclass(kind, known):
-            continue
-        if all(
-            inspect.unwrap(getattr(kind, method)) is inspect.unwrap(getattr(known, method))
-            for method in ("step", "_init_group")
-            if hasattr(known, method)
-        ):
-            return True
-    return False
-
-
-def _why_whole(kind: type[Optimizer], chunked: bool | None) -> str:
-    if chunked is False:
-        return "chunked=False"
-    if issubclass(kind, torch.optim.LBFGS):
-        return "LBFGS steps over all parameters at once"
-    return (
-        f"{kind.__module__}.{kind.__name__} is not known to step over some parameters as over all; "
-        "chunked=True says that it does"
-    )
 
 
 def _all_state(optimizer: Optimizer) -> Iterator[torch.Tensor]:
@@ -618,40 +539,3 @@ def _refuse_capture(optimizer: Optimizer) -> None:
             "a step of a managed optimizer is captured into a CUDA graph, whose replays would move "
             "no state. Call remove() before capturing, or do not capture the step."
         )
-
-
-def _plain_state_of(weak: ref[Optimizer]) -> Callable[[], dict[str, Any]]:
-    def state() -> dict[str, Any]:
-        optimizer = weak()
-        assert optimizer is not None  # its own attribute is called
-        found: dict[str, Any] = type(optimizer).__getstate__(optimizer)
-        if "state" in found:
-            kept = found["state"]
-            copied = type(kept)(kept.default_factory) if hasattr(kept, "default_factory") else {}
-            for key, value in kept.items():
-                copied[key] = with_tensors(value, _on_its_device)
-            found = {**found, "state": copied}
-        return found
-
-    return state
-
-
-def _on_its_device(tensor: torch.Tensor) -> Any:
-    """A copy in host memory which, once it is unpickled or copied, is a tensor of its device."""
-    copy = copy_on_host(tensor)
-    if copy is tensor or copy.device == tensor.device:
-        return copy
-    return _Elsewhere(copy, tensor.device)
-
-
-@dataclass(frozen=True)
-class _Elsewhere:
-    tensor: torch.Tensor
-    device: torch.device
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _to_device, (self.tensor, self.device)
-
-
-def _to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    return tensor.to(device)

@@ -28,6 +28,7 @@ then kernels wait for that copy, and a step takes the link's time and theirs.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -42,7 +43,6 @@ from memswap.optimizers.state import StateMover, away_of, local_bytes, plain_ten
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-if TYPE_CHECKING:
     Function = TypeVar("Function", bound=Callable[..., Any])
 
     def uncompiled(function: Function) -> Function:
@@ -50,6 +50,26 @@ if TYPE_CHECKING:
         ...
 else:
     uncompiled = torch._disable_dynamo
+
+#: Whose step over some of their parameters is their step over all, in parts: each of their updates
+#: looks at one parameter, its gradient, its state and the group's numbers.
+#: tests/engine/test_optimizers.py proves it for each.
+STEPS_IN_PARTS = (
+    "ASGD",
+    "Adadelta",
+    "Adafactor",
+    "Adagrad",
+    "Adam",
+    "AdamW",
+    "Adamax",
+    "Muon",
+    "NAdam",
+    "RAdam",
+    "RMSprop",
+    "Rprop",
+    "SGD",
+    "SparseAdam",
+)
 
 #: Parts of the room that one chunk may fill: one is stepped, one leaves, two arrive.
 PARTS = 4
@@ -68,6 +88,38 @@ class Chunk:
     parameters: list[torch.Tensor]
     nbytes: int
     """Of their state that moves."""
+
+
+def steps_in_parts(kind: type[Optimizer]) -> bool:
+    """Whether a class steps as one of `STEPS_IN_PARTS` does: it inherits what they do."""
+    for name in STEPS_IN_PARTS:
+        known = getattr(torch.optim, name, None)
+        if known is None or not issubclass(kind, known):
+            continue
+        if all(
+            inspect.unwrap(getattr(kind, method)) is inspect.unwrap(getattr(known, method))
+            for method in ("step", "_init_group")
+            if hasattr(known, method)
+        ):
+            return True
+    return False
+
+
+def why_whole(kind: type[Optimizer], chunked: bool | None) -> str:
+    """Why an optimizer steps over all of its parameters at once.
+
+    Args:
+        kind: its class, which does not step in parts.
+        chunked: what the user said of it; None: nothing.
+    """
+    if chunked is False:
+        return "chunked=False"
+    if issubclass(kind, torch.optim.LBFGS):
+        return "LBFGS steps over all parameters at once"
+    return (
+        f"{kind.__module__}.{kind.__name__} is not known to step over some parameters as over all; "
+        "chunked=True says that it does"
+    )
 
 
 def parameters_of(optimizer: Optimizer) -> Iterator[torch.Tensor]:
