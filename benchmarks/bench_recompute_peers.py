@@ -212,7 +212,7 @@ def run_row(name: str, way: str, arguments: Any) -> dict[str, Any]:
     row = {"model": name, "way": way, "step_bytes": taken, "step_s": median(times)}
     if manager is not None:
         row["saved_peak_bytes"] = manager.stats().peak_resident_bytes
-    elif way == "plain":
+    else:  # another step, in which memswap counts and moves nothing
         with memswap.manage(model, memswap.Policy("keep")) as manager:
             step()
             row["saved_peak_bytes"] = manager.stats().peak_resident_bytes
