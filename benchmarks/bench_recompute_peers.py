@@ -64,15 +64,16 @@ Made = tuple[nn.Module, nn.ModuleList, Callable[[], torch.Tensor]]
 
 
 def make(name: str, arguments: Any, device: torch.device) -> Made:
-    """A model in bfloat16 on a device, its layers, and what makes its loss."""
+    """A model on a device, its layers, and what makes its loss."""
     layers, hidden = arguments.layers, arguments.hidden
     batch, sequence, heads = arguments.batch, arguments.sequence, arguments.hidden // 64
     if name == "Mamba":
         batch, sequence = batch * MORE_FOR_MAMBA, max(sequence // SHORTER_FOR_MAMBA, 1)
+    dtype = getattr(torch, arguments.dtype)
     torch.manual_seed(0)
     tokens = torch.randint(256, (batch, sequence), device=device)
     if name == "demo GPT":
-        model: nn.Module = GPT(layers, hidden, heads, sequence).to(device, torch.bfloat16)
+        model: nn.Module = GPT(layers, hidden, heads, sequence).to(device, dtype)
         return model, model.layers, lambda: model(tokens, tokens)
     import transformers as hf
 
@@ -105,13 +106,13 @@ def make(name: str, arguments: Any, device: torch.device) -> Made:
         config = hf.ViTConfig(
             num_hidden_layers=layers, hidden_size=hidden, image_size=side, **attention
         )
-        model = hf.ViTForImageClassification(config).to(device, torch.bfloat16).train()
+        model = hf.ViTForImageClassification(config).to(device, dtype).train()
         images = torch.randn(max(1, batch * sequence // 197), 3, side, side).to(model.dtype)
         images = images.to(device)
         labels = torch.zeros(len(images), dtype=torch.long, device=device)
         encoder = model.vit.encoder.layer if hasattr(model.vit, "encoder") else model.vit.layers
         return model, encoder, lambda: model(pixel_values=images, labels=labels).loss
-    model.to(device, torch.bfloat16).train()
+    model.to(device, dtype).train()
     return model, blocks, lambda: model(input_ids=tokens, labels=tokens, use_cache=False).loss
 
 
@@ -145,6 +146,27 @@ def apply(way: str, model: nn.Module, layers: nn.ModuleList) -> memswap.types.Ma
         for layer in layers:
             layer.compile()
     return None
+
+
+def saved_bytes(
+    way: str, model: nn.Module, layers: nn.ModuleList, step: Callable[[], object]
+) -> int:
+    """What a way that is not memswap's has saved at its peak, in a step that memswap counts.
+
+    What torch's checkpoint keeps and computes again only torch knows: memswap's, which does the
+    same and tells, takes its place for this step.
+    """
+    if way in ("checkpoint", "selective"):
+        policy_fn = keep_products if way == "selective" else None
+        for layer in layers:
+            del layer.forward
+            layer.forward = functools.partial(
+                memswap.checkpoint, layer.forward, policy_fn=policy_fn
+            )
+    # Under a budget what a region computes again counts as well.
+    with memswap.manage(model, memswap.Policy("keep"), budget="1TiB") as manager:
+        step()
+        return manager.stats().peak_resident_bytes
 
 
 def taken_bytes(device: torch.device) -> int:
@@ -212,10 +234,8 @@ def run_row(name: str, way: str, arguments: Any) -> dict[str, Any]:
     row = {"model": name, "way": way, "step_bytes": taken, "step_s": median(times)}
     if manager is not None:
         row["saved_peak_bytes"] = manager.stats().peak_resident_bytes
-    else:  # another step, in which memswap counts and moves nothing
-        with memswap.manage(model, memswap.Policy("keep")) as manager:
-            step()
-            row["saved_peak_bytes"] = manager.stats().peak_resident_bytes
+    else:
+        row["saved_peak_bytes"] = saved_bytes(way, model, layers, step)
     return {**row, "gradients": digest.hexdigest()}
 
 
@@ -277,6 +297,7 @@ def main() -> None:
     stack_options(parser)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=MODELS)
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS)
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--row-seconds", type=float, default=90, help="most that one row may take")
     parser.add_argument("--row", nargs=2, metavar=("MODEL", "WAY"), help="one row, as JSON")
     arguments = parser.parse_args()
