@@ -19,6 +19,9 @@ struct ComputeModes {
   bool deterministic_warns = false;
   // TF32 and its like, for products and convolutions on a GPU, and the same on a processor.
   std::array<at::Float32Precision, 4> float32_precisions{};
+  // Which library's kernels are chosen: `switches` of compute_modes.cpp.
+  std::array<bool, 9> switches{};
+  bool flushes_denormals = false;
   c10::ScalarType default_dtype = c10::ScalarType::Float;
 };
 
