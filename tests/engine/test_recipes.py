@@ -89,6 +89,7 @@ def test_without_an_action_a_cpu_recomputes_what_it_can_and_an_accelerator_swaps
                 manager.reset_stats()
                 assert_same_gradients(gradients_of(model, x), expected)
             used[recipes_on] = manager.stats().recipe_storages
+            assert ("recipes: " in manager.report()) == (used[recipes_on] > 0)
             assert (manager._engine.recipes is None) == (not recipes_on or device.type != "cpu")
     assert used[False] == 0, "one argument is to turn recipes off"
     assert (used[True] > 0) == (device.type == "cpu")
@@ -176,7 +177,7 @@ def test_under_autocast_casts_of_parameters_are_recipes(device):
             loss = model(x).float().square().mean()
         return list(torch.autograd.grad(loss, list(model.parameters())))
 
-    if device.type != "cpu":
+    if device.type not in ("cpu", "cuda"):
         pytest.skip("the simulated accelerator has no autocast of its own")
     expected = run(contextlib.nullcontext())
     with memswap.manage(model, RECOMPUTE) as manager:
@@ -387,19 +388,19 @@ def test_a_graph_that_is_dropped_leaves_nothing(device):
 
 @pytest.mark.usefixtures("at_once")
 def test_a_scaled_loss_and_a_skipped_step(device):
-    if device.type != "cpu":
+    if device.type not in ("cpu", "cuda"):
         pytest.skip("GradScaler knows no simulated accelerator")
 
     def run(recomputes: bool) -> tuple[list[torch.Tensor], list[float]]:
         model, x = new_model(device), random(device, 4, 16)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127, backoff_factor=2.0**-60)
+        scaler = torch.amp.GradScaler(device.type, init_scale=2.0**127, backoff_factor=2.0**-60)
         scales = []
         manager = memswap.manage(model, RECOMPUTE) if recomputes else None
         with manager or contextlib.nullcontext():
             for _ in range(5):
                 optimizer.zero_grad()
-                with torch.autocast("cpu", torch.bfloat16):
+                with torch.autocast(device.type, torch.bfloat16):
                     loss = (32 * model(x).float()).square().sum()
                 scaler.scale(loss).backward()
                 scaler.step(optimizer)

@@ -13,6 +13,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from memswap._native import native
 from memswap.engine.action import RECOMPUTE
+from memswap.engine.units import format_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -30,6 +31,23 @@ def wants_recipes(policy: Policy, directed: bool) -> bool:
     if policy.fn is not None or policy.action is RECOMPUTE:
         return True
     return directed and policy.recipes and policy.action is None
+
+
+def describe_recipes(known: native.Recipes | None) -> list[str]:
+    """Which operators are run again in backward, by what was proven; no line where none is.
+
+    Args:
+        known: an engine's; None: it has recomputed nothing.
+    """
+    found: dict[str, list[int]] = {}
+    for (_, _, nbytes), (words, passed, failed) in known.learnt() if known is not None else ():
+        if passed >= PROOFS and not failed:
+            found.setdefault(words, []).append(nbytes)
+    told = [
+        f"{words} ({len(sizes)} x, {format_bytes(sum(sizes))})"
+        for words, sizes in sorted(found.items(), key=lambda item: -sum(item[1]))
+    ]
+    return [f"recipes: {'; '.join(told)}"] if told else []
 
 
 def open_recipes(engine: native.Engine, operators: Sequence[str] = ()) -> native.Recipes:

@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from html import escape
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
+from memswap.engine.recipes import describe_recipes
 from memswap.engine.stats import Stats, added, describe
 from memswap.engine.units import format_bytes
 from memswap.hooks.module_hooks import ModuleHooks, Scope, hooks_on
@@ -76,7 +77,9 @@ class Counted:
             made = report(self.stats())
         else:
             made = report({name: engine.stats() for name, engine in self._engines.items()})
-        lines = [line for one in self._engines.values() for line in one.describe_pools()]
+        engines = self._engines.values()
+        lines = [line for one in engines for line in describe_recipes(one.recipes)]
+        lines += [line for one in engines for line in one.describe_pools()]
         return made.below(*dict.fromkeys(lines))
 
     def line(self) -> str:
