@@ -46,7 +46,7 @@ class Launch(NamedTuple):
 
 
 class Order:
-    """Successors of units in one direction, from the last time that each was visited.
+    """Successors of units in one direction, from the last time that each was used.
 
     Pairs, and not one list: chunks of a pipeline, branches and repeated layers each keep their own
     neighbours, and an order that changes is relearnt where it changed.
@@ -58,7 +58,7 @@ class Order:
         self._last: Unit | None = None
         self._opener: Unit | None = None
 
-    def scope(self, unit: Unit) -> None:
+    def use(self, unit: Unit) -> None:
         """``unit`` is used now."""
         if unit is self._opener:  # a new pass: its first unit does not follow the last one
             self._last = None
@@ -242,7 +242,7 @@ class ShardContext:
                 compare_ranks(self.units, self._settings)
             at.anchored = False
             at.exchanges = 0
-            self._forward.scope(unit)
+            self._forward.use(unit)
         at.depth += 1
         self.use(unit)
         unit.expose()
@@ -318,7 +318,7 @@ class ShardContext:
                 f"the weights of unit {unit.name!r} were changed (an optimizer step, load_state_"
                 "dict) between its forward and its backward; run backward first"
             )
-        self._backward.scope(unit)
+        self._backward.use(unit)
         self.use(unit)
         unit.expose()  # a checkpoint inside the unit runs parts of it again, without its hooks
         self._prefetch(self._expected_in_backward(unit), unit)

@@ -121,7 +121,7 @@ class _Under:
         self.times = list(accumulate(step.gaps_s))
         first_demand = {i: self.saves + place for place, i in enumerate(step.order)}
         self.begins: dict[str, int] = {}  # unit -> mark of its first save
-        self.engines: dict[str, list[int]] = {}  # unit -> storages that it saves
+        self.saved_by: dict[str, list[int]] = {}  # unit -> storages that it saves
         self.callers: dict[int, list[str]] = {}  # storage -> regions that are called with it
         self.backwards: dict[str, tuple[float, float]] = {}  # unit -> its backward
         for region in self.regions.values():
@@ -130,7 +130,7 @@ class _Under:
         for index, storage in enumerate(step.storages):
             for unit in dict.fromkeys((storage.unit, *storage.users)):
                 self.begins.setdefault(unit, index)
-                self.engines.setdefault(unit, []).append(index)
+                self.saved_by.setdefault(unit, []).append(index)
             mark, last = first_demand.get(index), storage.last_demand
             if mark is not None and last is not None and storage.unit in self.units:
                 begin, end = self.backwards.get(storage.unit, (self.times[mark], 0.0))
@@ -199,18 +199,18 @@ class _Under:
     def _place(self, index: int, storage: SavedStorage) -> int | None:
         """At which mark of the full step a storage is saved now; None: not any more."""
         inputs = self.callers.get(index, [])
-        engines = [u for u in (storage.unit, *storage.users) if u not in self.units or u in inputs]
-        engines += [unit for unit in inputs if unit not in engines]
-        if not engines:
+        savers = [u for u in (storage.unit, *storage.users) if u not in self.units or u in inputs]
+        savers += [unit for unit in inputs if unit not in savers]
+        if not savers:
             return None
-        if storage.unit in engines:
+        if storage.unit in savers:
             return index
-        return max(index, min(self.begins.get(unit, index) for unit in engines))
+        return max(index, min(self.begins.get(unit, index) for unit in savers))
 
     def _other(self, region: Region) -> SavedStorage:
         """Inputs that nobody saves otherwise. Nothing is known of their frames."""
         storages = self.full.storages
-        mine = [i for i in self.engines.get(region.unit, ()) if storages[i].unit == region.unit]
+        mine = [i for i in self.saved_by.get(region.unit, ()) if storages[i].unit == region.unit]
         swaps = any(Action.SWAP in one.actions for one in storages)
         return SavedStorage(
             region.unit,
@@ -278,7 +278,7 @@ class _Under:
         changes = [0] * (len(moments) + 1)
         for unit, (begin, _) in self.backwards.items():
             first = max(bisect_right(moments, begin, saves) - 1, 0)
-            for index in self.engines[unit]:
+            for index in self.saved_by[unit]:
                 storage = self.full.storages[index]
                 last = storage.last_demand
                 kept = index in self.regions[unit].inputs or self._place(index, storage) is not None
