@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +15,7 @@ from helpers import (
     random,
 )
 from recipe_helpers import RECOMPUTE
+from torch import nn
 
 import memswap
 from memswap.engine import recipes
@@ -27,8 +27,12 @@ pytestmark = pytest.mark.few_schedules
 #: parameter, a plain tensor, an input of the input, and the result itself.
 TARGETS = ("saved", "unsaved", "weight", "plain", "source", "result")
 #: When: after the operator has run and before its result is saved; after that, within the block;
-#: between forward and backward; between two backwards.
-MOMENTS = ("before the save", "in the block", "before backward", "between backwards")
+#: between forward and backward; in backward, by a hook, before anything is demanded and after some
+#: of it was; between two backwards.
+MOMENTS = (
+    "before the save", "in the block", "before backward", "as backward begins", "in backward",
+    "between backwards",
+)  # fmt: skip
 
 EDITS: dict[str, Callable[[torch.Tensor], object]] = {
     "in place": lambda t: t.mul_(1.5),
@@ -39,8 +43,39 @@ EDITS: dict[str, Callable[[torch.Tensor], object]] = {
 }
 
 
+class Calls(nn.Module):
+    """A layer that does what it is called with."""
+
+    def forward(self, function: Callable[[], torch.Tensor]) -> torch.Tensor:
+        return function()
+
+
+class Door:
+    """Runs a forward under memswap: in a block, or as a managed layer's."""
+
+    def __init__(self, name: str) -> None:
+        self.layer = Calls()
+        if name == "saved_tensors":
+            self.swap: Any = memswap.saved_tensors(RECOMPUTE)
+        else:
+            self.swap = memswap.manage([self.layer], RECOMPUTE)
+
+    def __call__(self, forward: Callable[[], torch.Tensor]) -> torch.Tensor:
+        if isinstance(self.swap, memswap.saved_tensors):
+            with self.swap:
+                return forward()
+        return self.layer(forward)
+
+    def settle(self) -> None:
+        """Everything that was to leave has left."""
+        self.swap._engine.settle()
+
+    def learnt(self) -> list[Any]:
+        return self.swap._engine.recipes.learnt()
+
+
 class Program:
-    """Two recipes over inputs of all kinds, and an edit somewhere."""
+    """Three recipes over inputs of all kinds, and an edit somewhere."""
 
     def __init__(self, device: torch.device, target: str, moment: str, edit: str) -> None:
         self.device = device
@@ -48,8 +83,8 @@ class Program:
         self.refused = False
         self.saves_plain = target != "plain"  # or autograd would refuse each edit of it
 
-    def gradients(self, block: Any) -> list[torch.Tensor]:
-        """The gradients of one backward or two, or what autograd raises."""
+    def gradients(self, door: Door | None) -> list[torch.Tensor]:
+        """The gradients of one backward or two, or what autograd raises. No door: no memswap."""
         device = self.device
         weight = random(device, 8, 16, seed=1).requires_grad_()
         plain = random(device, 8, 16, seed=2)
@@ -59,52 +94,67 @@ class Program:
         def edits(moment: str) -> None:
             if moment == self.moment:
                 # An edit of what autograd has saved may race with a copy whose bytes nobody uses.
-                has_left = self.refused or self.target == "plain"
-                if has_left and isinstance(block, memswap.saved_tensors):
-                    block._engine.settle()
+                if door is not None and (self.refused or self.target == "plain"):
+                    door.settle()
                 with torch.no_grad():
                     self.edit(tensors[self.target].detach())
 
-        with block:
+        def forward() -> torch.Tensor:
             tensors["source"] = source = root * 2
             tensors["saved"] = saved = source.exp()  # saves itself
             tensors["unsaved"] = unsaved = source.add(1).neg()  # nobody saves it
             tensors["result"] = y = (saved + unsaved).bfloat16().float() + weight
             z = torch.addcmul(unsaved, saved, plain, value=0.5)
+            pair = torch.cat([saved, unsaved])
             loss = (plain[:1] * root).sum() if self.saves_plain else root.sum()
             edits("before the save")
             loss = loss + (y * y.detach()).sum() + (z.detach() * root.sin()).sum()
-            loss = loss + (weight * y).sum()
+            loss = loss + (weight * y).sum() + (pair * pair.detach()).sum()
+            if self.moment == "in backward":
+                hooks.append(y.register_hook(lambda gradient: edits("in backward")))
             edits("in the block")
-        edits("before backward")
-        if self.target in ("weight", "plain"):
-            del saved, unsaved, source  # nobody but the graph has them
-        tensors = {one: tensors[one] for one in (self.target,)}
-        del y, z
-        wanted = [root, weight]
-        found = list(torch.autograd.grad(loss, wanted, retain_graph=True))
-        edits("between backwards")
-        return [*found, *torch.autograd.grad(loss, wanted)]
+            return loss
+
+        hooks: list[Any] = []
+        try:
+            loss = forward() if door is None else door(forward)
+            edits("before backward")
+            tensors = {one: tensors[one] for one in (self.target,)}
+            wanted = [root, weight]
+            if self.moment == "as backward begins":
+                hooks.append(loss.register_hook(lambda gradient: edits("as backward begins")))
+            found = list(torch.autograd.grad(loss, wanted, retain_graph=True))
+            edits("between backwards")
+            return [*found, *torch.autograd.grad(loss, wanted)]
+        finally:
+            for hook in hooks:  # which may hold what it hangs on
+                hook.remove()
 
 
+@pytest.mark.parametrize("door", ["saved_tensors", "manage"])
 @pytest.mark.parametrize("edit", EDITS)
 @pytest.mark.parametrize("moment", MOMENTS)
 @pytest.mark.parametrize("target", TARGETS)
 def test_an_edit_gives_autograds_gradient_or_its_error(
-    device: torch.device, monkeypatch: pytest.MonkeyPatch, target: str, moment: str, edit: str
+    device: torch.device,
+    monkeypatch: pytest.MonkeyPatch,
+    target: str,
+    moment: str,
+    edit: str,
+    door: str,
 ) -> None:
     program = Program(device, target, moment, edit)
     try:
-        expected = program.gradients(contextlib.nullcontext())
+        expected = program.gradients(None)
     except RuntimeError as error:
         assert "inplace" in str(error)
         expected, program.refused = [], True
     for proofs in (0, recipes.PROOFS):
         monkeypatch.setattr(recipes, "PROOFS", proofs)
-        block = memswap.saved_tensors(RECOMPUTE)
+        opened = Door(door)
         for _ in range(4):
             try:
-                found = program.gradients(block)
+                found = program.gradients(opened)
             except RuntimeError as error:
                 assert isinstance(error, memswap.InplaceEditError)
                 in_sight = moment in ("before the save", "in the block")
@@ -117,22 +167,24 @@ def test_an_edit_gives_autograds_gradient_or_its_error(
                 assert_same_gradients(found, expected)
         flush_autograd(device)
         collect()
-        assert_nothing_left(block.stats())
+        assert_nothing_left(opened.swap.stats())
 
 
+@pytest.mark.parametrize("door", ["saved_tensors", "manage"])
 @pytest.mark.parametrize("target", TARGETS)
 def test_without_an_edit_all_of_these_are_recipes(
-    device: torch.device, monkeypatch: pytest.MonkeyPatch, target: str
+    device: torch.device, monkeypatch: pytest.MonkeyPatch, target: str, door: str
 ) -> None:
     """The test above says nothing if nothing is run again."""
     monkeypatch.setattr(recipes, "PROOFS", 0)
     program = Program(device, target, "never", "in place")
-    block = memswap.saved_tensors(RECOMPUTE)
-    assert_same_gradients(program.gradients(block), program.gradients(contextlib.nullcontext()))
-    words = {row[1][0] for row in block._engine.recipes.learnt()}
+    opened = Door(door)
+    assert_same_gradients(program.gradients(opened), program.gradients(None))
+    words = {row[1][0] for row in opened.learnt()}
     assert any("cast" in one for one in words), words
     assert any("addcmul" in one for one in words), words
-    assert block.stats().recipe_runs > 0
+    assert any("cat" in one and "add" in one for one in words), words
+    assert opened.swap.stats().recipe_runs > 0
 
 
 @pytest.mark.parametrize("proofs", [0, recipes.PROOFS])

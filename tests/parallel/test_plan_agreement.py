@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,6 +27,31 @@ class Layer(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.linear(x).tanh()
+
+
+class Gate(torch.autograd.Function):
+    """A sigmoid that saves what it returns, which one operator has made, or has written."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, written: bool) -> torch.Tensor:
+        y = torch.sigmoid(x, out=torch.empty_like(x)) if written else torch.sigmoid(x)
+        ctx.save_for_backward(y)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        (y,) = ctx.saved_tensors
+        return gradient * y * (1 - y), None
+
+
+class GatedLayer(Layer):
+    """Its gate is a recipe, but where it was written into memory that was there."""
+
+    written = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gate = self.linear(x)
+        return gate.cos() * Gate.apply(gate, self.written)
 
 
 def managed(layers: nn.ModuleList, budget: int | str, rates: Rates) -> memswap.types.Manager:
@@ -81,6 +107,36 @@ def test_ranks_that_measured_different_times_have_the_same_plan(rank: Rank) -> N
         same_plan(rank, plan)
         assert manager.learnt is not None and manager.learnt[1].d2h_bytes_per_s in (own, 1e8)
     same_layers_are_recomputed(rank, layers)
+
+
+@distributed(2)
+def test_ranks_run_again_what_all_of_them_have_proven(rank: Rank) -> None:
+    """On rank 1 the first layer's gate is no recipe, so that nobody runs it again."""
+    torch.manual_seed(0)
+    layers = nn.ModuleList([GatedLayer() for _ in range(4)])
+    layers[0].written = rank.rank == 1
+    own = 1e9 / (1 + 9 * rank.rank)
+    rates = Rates(f"rank {rank.rank}", own, own, own, own)
+    step(rank, layers).backward()
+    expected = [one.grad.clone() for one in layers.parameters() if one.grad is not None]
+    policy = memswap.Policy(action=Action.RECOMPUTE, min_bytes=1)
+    with memswap.manage(layers, policy, budget="75%", rates=rates, group="world") as manager:
+        plan = trained(rank, manager, layers, lambda plan: bool(again(plan)))
+        same_plan(rank, plan)
+        rank.same_everywhere(again(plan), "what is run again")
+        assert "0" not in {unit for unit, _ in again(plan)}, again(plan)
+        for _ in range(3):
+            layers.zero_grad()
+            runs = manager.stats().recipe_runs
+            step(rank, layers).backward()
+            assert manager.stats().recipe_runs > runs
+            found = [one.grad for one in layers.parameters()]
+            assert all(map(torch.equal, found, expected))
+
+
+def again(plan: memswap.types.Plan) -> list[tuple[str, str]]:
+    """Units and recipes of what a plan runs again."""
+    return [(one.unit, one.recipe) for one in plan.storages if one.action is Action.RECOMPUTE]
 
 
 def same_plan(rank: Rank, plan: memswap.types.Plan) -> None:

@@ -18,6 +18,7 @@ SWAP = memswap.Policy(action=Action.SWAP, min_bytes=1)
 #: Whatever copies and codec can do: what tests of these compare is not recomputed instead.
 ANY = memswap.Policy(min_bytes=1, recipes=False)
 ENCODE_SWAP = memswap.Policy(action=Action.ENCODE_SWAP, min_bytes=1)
+RECOMPUTE = memswap.Policy(action=Action.RECOMPUTE, min_bytes=1)
 
 SIDES = (32, 64, 96)
 

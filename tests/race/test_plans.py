@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from planned_stacks import ANY, COMPUTE, ENCODE_SWAP, LAZY, SWAP, Stack, link
+from planned_stacks import ANY, COMPUTE, ENCODE_SWAP, LAZY, RECOMPUTE, SWAP, Layer, Stack, link
 from race_workloads import new_pool
 
 import memswap
@@ -35,8 +35,9 @@ class Measured:
         managed: bool = True,
         policy: memswap.Policy = SWAP,
         depth: int = 8,
+        stacks: type[Stack] = Stack,
     ) -> None:
-        stack = Stack(seed, depth)
+        stack = stacks(seed, depth)
         manager: Any = None
         with virtual_time(
             **COMPUTE, h2d_gb_per_s=gb_per_s, d2h_gb_per_s=gb_per_s, queries_wait=False
@@ -53,6 +54,7 @@ class Measured:
                 stack.step()
             for _ in range(20 if budget == "auto" else 0):  # of which some are plain, to compare
                 stack.step()
+                clock.elapsed_us()  # a host is not so many steps ahead
             if manager is not None:
                 manager.reset_stats()
             began = clock.elapsed_us()
@@ -100,13 +102,31 @@ def test_peak_and_exposed_time_are_as_predicted(seed, gb_per_s):
         )
 
 
+class GatedLayer(Layer):
+    """What its products give is saved, and what is made of that, which a recipe can make again."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        inner = x[: self.side, : self.side].clone()
+        for _ in range(self.repeats):
+            inner = torch.nn.functional.silu(inner @ self.weight)
+        return torch.nn.functional.pad(
+            inner, (0, x.shape[1] - self.side, 0, x.shape[0] - self.side)
+        )
+
+
+class GatedStack(Stack):
+    layer = GatedLayer
+
+
 @pytest.mark.own_laboratory
 @pytest.mark.one_schedule
+@pytest.mark.parametrize("policy", [SWAP, RECOMPUTE], ids=["swap", "recompute"])
 @pytest.mark.parametrize("seed", range(2))
-def test_auto_is_free_of_charge(seed):
-    plain = measured(seed, None, 0.3, managed=False)
-    found = measured(seed, "auto", 0.3)
-    assert found.us <= 1.03 * plain.us, f"{found.us:.0f} us beside {plain.us:.0f}"
+def test_auto_is_free_of_charge(seed, policy):
+    plain = measured(seed, None, 0.3, managed=False, stacks=GatedStack)
+    found = measured(seed, "auto", 0.3, policy=policy, stacks=GatedStack)
+    assert found.us <= 1.01 * plain.us, f"{found.us:.0f} us beside {plain.us:.0f}"
+    assert found.plan.held, "the plan was compared with plain steps"
     assert found.plan.moved_bytes > 0, "nothing moved, although something could be hidden"
     assert found.stats.peak_resident_bytes <= found.plan.peak_bytes < found.plan.kept_peak_bytes
 

@@ -42,10 +42,10 @@ def name_of(op: Any) -> str:
     return op.name + (f"-{op.variant_test_name}" if op.variant_test_name else "")
 
 
-def seeded(op: Any) -> Iterator[Any]:
+def seeded(op: Any, dtype: torch.dtype) -> Iterator[Any]:
     """As `op.sample_inputs` does it, which looks through the stack for a unittest each time."""
     utils.set_rng_seed()
-    samples = iter(op.sample_inputs_func(op, "cpu", torch.float64, True))
+    samples = iter(op.sample_inputs_func(op, "cpu", dtype, True))
     while True:
         utils.set_rng_seed()
         if (sample := next(samples, None)) is None:
@@ -53,10 +53,12 @@ def seeded(op: Any) -> Iterator[Any]:
         yield sample
 
 
-def samples_of(op: Any, most: int) -> Iterator[tuple[Any, tuple[torch.Tensor, ...]]]:
+def samples_of(
+    op: Any, most: int, dtype: torch.dtype = torch.float64
+) -> Iterator[tuple[Any, tuple[torch.Tensor, ...]]]:
     """The first samples with a differentiable float input: a function of those, and the inputs."""
     found = 0
-    for sample in seeded(op):
+    for sample in seeded(op, dtype):
         arguments = (sample.input, *sample.args)
         leaves, spec = torch.utils._pytree.tree_flatten((arguments, dict(sample.kwargs)))
         places = [
@@ -125,10 +127,16 @@ def same(ours: list[Any], plain: list[Any]) -> bool:
     )
 
 
-def check_bits(op: Any, pool: memswap.DiskPool, most: int, action: str | None = None) -> int:
+def check_bits(
+    op: Any,
+    pool: memswap.DiskPool,
+    most: int,
+    action: str | None = None,
+    dtype: torch.dtype = torch.float64,
+) -> int:
     """Compare gradients; how many storages came back for it."""
     returned = 0
-    for call, inputs in samples_of(op, most):
+    for call, inputs in samples_of(op, most, dtype):
         expected = gradients(call, inputs, contextlib.nullcontext())
         if expected is None:
             continue
@@ -147,14 +155,16 @@ def check_bits(op: Any, pool: memswap.DiskPool, most: int, action: str | None = 
     return returned
 
 
-def check_numerically(op: Any, pool: memswap.DiskPool, second: bool) -> None:
+def check_numerically(
+    op: Any, pool: memswap.DiskPool, second: bool, action: str | None = None
+) -> None:
     options = {
         "nondet_tol": op.gradcheck_nondet_tol,
         "fast_mode": True,
         "check_grad_dtypes": True,
         "check_undefined_grad": False,
     }
-    engine = new_engine(pool)
+    engine = new_engine(pool, action)
     check = torch.autograd.gradgradcheck if second else torch.autograd.gradcheck
     for call, inputs in samples_of(op, 1):
 
@@ -193,6 +203,24 @@ def test_gradients_are_the_same_with_recipes_that_nobody_has_proven(op, pool, mo
     """What an operator saves of its inputs was made by a clone, and what it calls made the rest."""
     monkeypatch.setattr(recipes, "PROOFS", 0)
     check_bits(op, pool, most=2, action="recompute")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("op", OPERATORS, ids=name_of)
+def test_recipes_give_the_same_gradients_in_other_dtypes(op, dtype, pool, monkeypatch):
+    """Vector kernels and oneDNN's are other ones than for float64."""
+    if dtype not in op.supported_backward_dtypes("cpu"):
+        pytest.skip(f"has no gradient in {dtype}")
+    monkeypatch.setattr(recipes, "PROOFS", 0)
+    check_bits(op, pool, most=2, action="recompute", dtype=dtype)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("op", [op for op in OPERATORS if op.supports_gradgrad], ids=name_of)
+def test_second_derivatives_agree_with_recipes(op, pool, monkeypatch):
+    monkeypatch.setattr(recipes, "PROOFS", 0)
+    check_numerically(op, pool, second=True, action="recompute")
 
 
 @pytest.mark.slow  # their bits are those of autograd alone, which the test above has seen
