@@ -230,11 +230,11 @@ def _action(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     name: str = getattr(request, "param", "")
     if name:
         from memswap import Action
-        from memswap.engine import expectations, transfers
+        from memswap.engine import transfers
 
         monkeypatch.setattr(transfers, "default_action", lambda device, pool: Action(name))
         if request.node.get_closest_marker("every_action"):
-            monkeypatch.setattr(expectations, "WORTH", float("inf"))
+            request.getfixturevalue("every_tensor_is_encoded")
     if name == "recompute":
         from memswap.engine import recipes
 
@@ -265,11 +265,12 @@ def _planning_at_once(request: pytest.FixtureRequest, monkeypatch: pytest.Monkey
 
 
 @pytest.fixture
-def every_tensor_is_encoded(monkeypatch: pytest.MonkeyPatch) -> None:
+def every_tensor_is_encoded() -> Iterator[None]:
     """However little it shrinks: the tensors of small models are shorter than their frames."""
-    from memswap.engine import expectations
+    from helpers import frames_expected
 
-    monkeypatch.setattr(expectations, "WORTH", float("inf"))
+    with frames_expected(worth=float("inf")):
+        yield
 
 
 @pytest.fixture(autouse=True)

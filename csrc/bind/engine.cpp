@@ -19,9 +19,6 @@ template <>
 inline constexpr std::tuple kMembers<Recipes::Learnt>{
     &Recipes::Learnt::words, &Recipes::Learnt::proofs, &Recipes::Learnt::failed};
 template <>
-inline constexpr std::tuple kMembers<BatchLimits>{&BatchLimits::small_bytes,
-                                                  &BatchLimits::bucket_bytes};
-template <>
 inline constexpr std::tuple kMembers<PolicyTable>{&PolicyTable::min_bytes, &PolicyTable::action,
                                                   &PolicyTable::asks, &PolicyTable::recipes};
 
@@ -163,7 +160,8 @@ BatchPtr make_batch(EnginePtr engine, std::string name, IterationPtr iteration) 
 }
 
 void bind_batches(py::module_& module) {
-  module.attr("BATCH_LIMITS") = BatchLimits{};
+  Bound<BatchLimits>(module, "BatchLimits")
+      .writes<&BatchLimits::small_bytes, &BatchLimits::bucket_bytes>();
   py::native_enum<Batch::Phase>(module, "Phase", "enum.Enum")
       .value("COLLECTED", Batch::Phase::kCollected)
       .value("OFFLOADING", Batch::Phase::kOffloading)
@@ -207,10 +205,10 @@ void bind_engine(py::module_& module) {
              &Planning::extend_streak, &Planning::end_streak>()
       .reads<&Planning::directed>();
   Bound<Engine, EnginePtr>(module, "Engine")
-      .calls<&Engine::set_policy, &Engine::set_batch_limits, &Engine::set_recipes,
-             &Engine::set_persistent, &Engine::next_iteration, &Engine::learn, &Engine::tell>()
+      .calls<&Engine::set_policy, &Engine::set_recipes, &Engine::set_persistent,
+             &Engine::next_iteration, &Engine::learn, &Engine::tell>()
       .reads<&Engine::schedule, &Engine::lock, &Engine::departing, &Engine::timeline,
-             &Engine::planning, &Engine::iteration, &Engine::recipes>()
+             &Engine::planning, &Engine::iteration, &Engine::recipes, &Engine::batch_limits>()
       .def(py::init(&make_engine), "prefetch_bytes"_a, "schedule"_a = Schedule::kIterations)
       .def("is_persistent",
            [](const Engine& self, uintptr_t key) {

@@ -18,10 +18,6 @@ inline constexpr std::tuple kMembers<TensorKey>{&TensorKey::unit, &TensorKey::or
 template <>
 inline constexpr std::tuple kMembers<FrameSizes>{&FrameSizes::used, &FrameSizes::held,
                                                  &FrameSizes::overflow};
-template <>
-inline constexpr std::tuple kMembers<ExpectationLimits>{
-    &ExpectationLimits::worth, &ExpectationLimits::retry_after, &ExpectationLimits::trial_share,
-    &ExpectationLimits::margin, &ExpectationLimits::margin_units};
 
 namespace {
 
@@ -53,10 +49,14 @@ void bind_transfers(py::module_& module) {
   py::class_<BlockForm, AwayForm, std::shared_ptr<BlockForm>>(module, "BlockForm")
       .def("bring_into", &BlockForm::bring_into, "leaving"_a.none(false),
            "departure"_a.none(false));
-  module.attr("EXPECTATION_LIMITS") = ExpectationLimits{};
+  Bound<ExpectationLimits>(module, "ExpectationLimits")
+      .writes<&ExpectationLimits::worth, &ExpectationLimits::retry_after,
+              &ExpectationLimits::trial_share, &ExpectationLimits::margin,
+              &ExpectationLimits::margin_units>()
+      .def(py::init<>());
   Bound<Expectations, ExpectationsPtr>(module, "Expectations")
       .calls<&Expectations::begin_iteration, &Expectations::sizes>()
-      .def(py::init(&Expectations::of_device), "device"_a, "limits"_a)
+      .def(py::init(&Expectations::of_device), "device"_a, "limits"_a = ExpectationLimits{})
       .def("__len__", &Expectations::size);
   py::native_enum<Form>(module, "Form", "enum.Enum")
       .value("BLOCK", Form::kBlock)

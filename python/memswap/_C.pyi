@@ -89,16 +89,20 @@ class EntryReference:
 
 TensorKey: TypeAlias = tuple[str, int, int, torch.dtype]  # unit, ordinal, nbytes, dtype
 
-#: Of the bytes of a frame: a tensor's worth; steps until another look; a share; a factor, and units
-#: of 8 bytes (csrc/engine/expectations.h: ExpectationLimits)
-ExpectationLimits: TypeAlias = tuple[float, int, float, float, int]
+class ExpectationLimits:
+    """What decides where nothing is known for sure (csrc/engine/expectations.h)."""
 
-EXPECTATION_LIMITS: ExpectationLimits
+    worth: float  # of the bytes of a tensor
+    retry_after: int  # encodes of one tensor
+    trial_share: float  # of the bytes of an iteration
+    margin: float
+    margin_units: int  # of 8 bytes
+    def __init__(self) -> None: ...
 
 class Expectations:
     """What is expected of the tensors of one device (csrc/engine/expectations.h)."""
 
-    def __init__(self, device: torch.device, limits: ExpectationLimits) -> None: ...
+    def __init__(self, device: torch.device, limits: ExpectationLimits = ...) -> None: ...
     def __len__(self) -> int: ...
     def begin_iteration(self) -> None: ...
     # bytes of a frame as it was last seen: used, held, of the overflow
@@ -211,8 +215,11 @@ class Phase(enum.Enum):
     LOADING = ...
     LOADED = ...
 
-#: Storages of a batch of more bytes travel alone; most bytes that travel together.
-BATCH_LIMITS: tuple[int, int]
+class BatchLimits:
+    """Which storages of a batch travel together (csrc/engine/engine.h)."""
+
+    small_bytes: int  # storages of more travel alone
+    bucket_bytes: int  # most of what travels together
 
 class Batch:
     """What one block of a group saved, and the four calls that move it (csrc/engine/batch.h)."""
@@ -444,6 +451,8 @@ class Engine:
     @property
     def planning(self) -> Planning: ...
     @property
+    def batch_limits(self) -> BatchLimits: ...  # of this engine: what is set there counts
+    @property
     def recipes(self) -> Recipes | None:
         """What is known of the operators that made storages; None: nothing is recomputed."""
     @property
@@ -453,7 +462,6 @@ class Engine:
     def set_policy(self, policy: tuple[int, Action | None, bool, bool], /) -> None:
         """A PolicyTable: `min_bytes`, `action`, `asks`, `recipes`."""
 
-    def set_batch_limits(self, limits: tuple[int, int], /) -> None: ...  # as BATCH_LIMITS
     def set_recipes(self, recipes: Recipes | None, /) -> None: ...
     def next_iteration(self) -> None: ...
     def set_persistent(self, tensors: Sequence[torch.Tensor]) -> None: ...

@@ -27,8 +27,6 @@ from weakref import WeakSet
 import torch
 
 from memswap._native import native
-from memswap.engine import batch as engine_batch
-from memswap.engine.batch import Batch
 from memswap.engine.engine import Engine, Schedule
 from memswap.engine.handle import Handle, unpack
 from memswap.engine.hook_scope import HookScope, OpenBlocks
@@ -41,6 +39,7 @@ from memswap.hooks.managed import Counted
 from memswap.planning.policy import Policy, checked_policy
 
 if TYPE_CHECKING:
+    from memswap._C import Batch
     from memswap.engine.lane import Lane, Ticket
 
 
@@ -60,7 +59,6 @@ class Groups(Uncopied, Counted):
     def __init__(self, policy: Policy | None = None, *, pool: Pool | None = None) -> None:
         check_pool(pool)
         engine = Engine(checked_policy(policy), pool, prefetch_bytes=0, schedule=Schedule.BATCHES)
-        engine.set_batch_limits((engine_batch.SMALL_BYTES, engine_batch.BUCKET_BYTES))
         super().__init__({"": engine})
 
     @property
@@ -222,7 +220,7 @@ class Group(Uncopied):
             engine.tell_of_pools()  # of the batches before
             if engine.recipes is not None:
                 engine.recipes.begin_iteration()
-            batch = self._newest = Batch(engine, self.name, self._timeline.begin())
+            batch = self._newest = native.Batch(engine, self.name, self._timeline.begin())
         batch.engine = engine
         self._batches.add(batch)
         return batch

@@ -17,7 +17,7 @@ from helpers import (
 )
 from torch import nn
 
-from memswap.engine.batch import Batch
+from memswap._native import native
 
 CALLS = {
     "launch_offload": "send",
@@ -94,8 +94,8 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Grows while groups move: ``"send model.*[0]"``. Calls that change nothing are left out."""
     events: list[str] = []
 
-    def spy(call: str, plain: Callable[[Batch], Any]) -> Callable[..., Any]:
-        def called(batch: Batch, *args: Any) -> Any:
+    def spy(call: str, plain: Callable[[native.Batch], Any]) -> Callable[..., Any]:
+        def called(batch: native.Batch, *args: Any) -> Any:
             before = batch.phase
             result = plain(batch, *args)
             if batch.phase is not before:
@@ -105,5 +105,5 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         return called
 
     for call in CALLS:
-        monkeypatch.setattr(Batch, call, spy(call, getattr(Batch, call)))
+        monkeypatch.setattr(native.Batch, call, spy(call, getattr(native.Batch, call)))
     return events

@@ -368,6 +368,21 @@ def descriptor_under(path):
 
 
 @contextlib.contextmanager
+def frames_expected(**limits: float) -> Iterator[None]:
+    """What is sent from devices that are first seen meanwhile goes by other `ExpectationLimits`."""
+    opened = native.Expectations
+
+    def with_limits(device: torch.device, given: native.ExpectationLimits | None = None) -> Any:
+        given = given or native.ExpectationLimits()
+        for name, value in limits.items():
+            setattr(given, name, value)
+        return opened(device, given)
+
+    with mock.patch.object(native, "Expectations", with_limits):
+        yield
+
+
+@contextlib.contextmanager
 def nothing_measured() -> Iterator[None]:
     """No operator takes any time for windows but what somebody says of it."""
     with mock.patch.object(native.Durations, "seconds", lambda durations, key, amount: None):

@@ -21,13 +21,13 @@ from typing import Any
 
 import torch
 from eventually import eventually
-from helpers import flush_autograd
+from helpers import flush_autograd, frames_expected
 from program_hands import ByHand, Mixed
 from program_run import Program, Run, Trace
 from torch.utils.checkpoint import checkpoint
 
 import memswap
-from memswap.engine import expectations, recipes
+from memswap.engine import recipes
 
 ACTIONS = (
     None,
@@ -142,11 +142,8 @@ def is_refused_where_it_differs(found: Trace, expected: Trace) -> bool:
 @contextlib.contextmanager
 def encodes_everything() -> Iterator[None]:
     """Frames of small tensors do not pay; here they are made all the same."""
-    worth, expectations.WORTH = expectations.WORTH, float("inf")
-    try:
+    with frames_expected(worth=float("inf")):
         yield
-    finally:
-        expectations.WORTH = worth
 
 
 @contextlib.contextmanager

@@ -18,7 +18,6 @@ from helpers import (
 
 import memswap
 from memswap._native import native
-from memswap.engine import batch as engine_batch
 from memswap.engine import transfers
 
 pytestmark = pytest.mark.every_action
@@ -31,7 +30,8 @@ def test_small_storages_take_one_block_and_large_ones_their_own(device, new_pool
     pool = new_pool()
     group = memswap.Group("bucket", EVERYTHING, pool=pool)
     x = random(device, 100).requires_grad_()
-    large = random(device, (engine_batch.SMALL_BYTES // 4) + 1).requires_grad_()
+    small_bytes = group._groups.engine.batch_limits.small_bytes
+    large = random(device, small_bytes // 4 + 1).requires_grad_()
     with group as batch:
         loss = sines(x, 20) + (large * 2).sin().sum()
     batch.launch_offload()
@@ -49,10 +49,10 @@ def test_small_storages_take_one_block_and_large_ones_their_own(device, new_pool
 
 
 @SWAP
-def test_a_bucket_is_never_longer_than_it_may_be(device, new_pool, monkeypatch):
-    monkeypatch.setattr(engine_batch, "BUCKET_BYTES", 4 * 400)
+def test_a_bucket_is_never_longer_than_it_may_be(device, new_pool):
     pool = new_pool()
     group = memswap.Group("buckets", EVERYTHING, pool=pool)
+    group._groups.engine.batch_limits.bucket_bytes = 4 * 400
     x = random(device, 100).requires_grad_()
     with group as batch:
         loss = sines(x, 10)
@@ -126,12 +126,12 @@ def test_a_pool_without_room_leaves_the_group_where_it_is(device, new_pool):
 @SWAP
 @pytest.mark.cpu_only
 @pytest.mark.parametrize("together", [True, False])
-def test_a_send_that_fails_keeps_the_bytes(device, tmp_path, monkeypatch, together):
-    if not together:
-        monkeypatch.setattr("memswap.engine.batch.SMALL_BYTES", 0)
+def test_a_send_that_fails_keeps_the_bytes(device, tmp_path, together):
     pool = memswap.DiskPool(tmp_path, budget="16MiB", extent="1MiB")
     pool.reserve("1MiB")  # space is set aside, and then the disk fails
     group = memswap.Group("broken disk", EVERYTHING, pool=pool)
+    if not together:
+        group._groups.engine.batch_limits.small_bytes = 0
     x = random(device, 4096).requires_grad_()
     with pytest.warns(UserWarning, match="stays where it is"):
         with files_no_longer_than(0):
@@ -155,10 +155,10 @@ def test_a_send_that_fails_keeps_the_bytes(device, tmp_path, monkeypatch, togeth
 def test_a_launch_that_raises_takes_no_memory_and_loses_nothing(
     device, new_pool, monkeypatch, together
 ):
-    if not together:
-        monkeypatch.setattr("memswap.engine.batch.SMALL_BYTES", 0)
     pool = new_pool()
     group = memswap.Group("raises", EVERYTHING, pool=pool)
+    if not together:
+        group._groups.engine.batch_limits.small_bytes = 0
 
     class Broken(native.LaneAround):
         def __init__(self, lane):

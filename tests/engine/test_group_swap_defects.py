@@ -140,8 +140,8 @@ def test_copies_are_made_in_the_order_of_use(device, new_pool, monkeypatch):
             return getattr(self.lane, name)
 
     monkeypatch.setattr(transfers, "open_lane", lambda *a, **k: Watched(opened(*a, **k)))
-    monkeypatch.setattr("memswap.engine.batch.SMALL_BYTES", 0)  # each travels alone
     group = memswap.Group("order", EVERYTHING, pool=new_pool())
+    group._groups.engine.batch_limits.small_bytes = 0  # each travels alone
     x = random(device, 4).requires_grad_()
     with group:
         loss = sum((x.repeat(n) * 2).sin().sum() for n in range(1, 12))

@@ -23,7 +23,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import memswap
-from memswap.engine.batch import Batch
+from memswap._native import native
 from memswap.schedules import towers
 
 pytestmark = [pytest.mark.every_action("swap"), pytest.mark.one_schedule]
@@ -199,7 +199,7 @@ def journal(monkeypatch):
     """Which group was told what, in order."""
     events: list[str] = []
     for call in ("launch_offload", "wait_offload", "launch_load"):
-        plain = getattr(Batch, call)
+        plain = getattr(native.Batch, call)
 
         def told(batch, *arguments, call=call, plain=plain):
             first = batch.phase
@@ -207,7 +207,7 @@ def journal(monkeypatch):
             if batch.phase is not first:
                 events.append(f"{call} {batch.name}")
 
-        monkeypatch.setattr(Batch, call, told)
+        monkeypatch.setattr(native.Batch, call, told)
     return events
 
 

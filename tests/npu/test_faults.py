@@ -131,11 +131,11 @@ def test_device_memory_that_is_refused_for_a_frame_is_an_error(device):
 
 LOSS = """
 import fake_acl, torch, memswap
-from helpers import new_input, new_stack
+from helpers import frames_expected, new_input, new_stack
 from memswap._native import native
-from memswap.engine import expectations
 native.register_codec("npu", fake_acl.machine.ascend_codec())
-expectations.WORTH = float("inf")
+encodes = frames_expected(worth=float("inf"))
+encodes.__enter__()
 device = torch.device("npu", 0)
 x, model = new_input(device), new_stack(device)
 pool = memswap.HostPool(budget="64MiB", slab="64KiB", device=device)

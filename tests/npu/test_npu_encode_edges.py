@@ -11,7 +11,6 @@ import pytest
 from race_workloads import MATRIX, expected, observe, one_stream, two_streams
 
 from memswap import Action, Policy
-from memswap.engine import expectations
 
 pytestmark = [
     pytest.mark.own_laboratory,
@@ -46,8 +45,8 @@ def test_an_unbroken_codec_lane_is_silent_and_right(program) -> None:
 
 @pytest.mark.parametrize("action", [Action.ENCODE, Action.ENCODE_SWAP], ids=lambda a: a.value)
 @pytest.mark.parametrize("workload", [one_stream, two_streams], ids=lambda w: w.__name__)
-def test_an_unbroken_engine_that_encodes_is_silent_and_right(workload, action, monkeypatch) -> None:
-    monkeypatch.setattr(expectations, "WORTH", float("inf"))
+@pytest.mark.usefixtures("every_tensor_is_encoded")
+def test_an_unbroken_engine_that_encodes_is_silent_and_right(workload, action) -> None:
     for schedule in SCHEDULES:
         seen = observe(schedule, workload, policy=Policy(action=action, min_bytes=1))
         assert not seen.reports, f"{schedule}: {seen.reports[:3]}"

@@ -22,13 +22,14 @@ PREAMBLE = """
 import os
 import fake_acl, torch, memswap, warnings
 from simdev import SCHEDULES, laboratory
-from helpers import EVERYTHING, same_bits, new_input, new_stack, train_step
+from helpers import EVERYTHING, frames_expected, same_bits, new_input, new_stack, train_step
 from memswap._native import native
-from memswap.engine import expectations, transfers
+from memswap.engine import transfers
 warnings.simplefilter("ignore")
 device = torch.device("npu", 0)
 native.register_codec("npu", fake_acl.machine.ascend_codec())
-expectations.WORTH = float("inf")
+encodes = frames_expected(worth=float("inf"))
+encodes.__enter__()
 # A queue for each stream is a thread of torch_npu's that polls for each: with 25 of them on two
 # cores everything takes minutes, which looked like a hang.
 FEW = SCHEDULES[:2] if "PER_STREAM_QUEUE" in os.environ else SCHEDULES

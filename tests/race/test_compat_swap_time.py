@@ -13,15 +13,21 @@ from race_workloads import DEVICE
 from timed_layers import COMPUTE, LINK, TwoSaved
 from torch import nn
 
+import memswap
 from memswap.compat.hyper_parallel import SwapManager, swap_wrapper
 from memswap.compat.hyper_parallel.groups import SwapBatch
 from memswap.compat.mindspeed import AsyncSwapHandler, TensorSwapContext
-from memswap.engine import batch as engine_batch
 from simdev import virtual_time
 
 SIDE, LAYERS = 96, 12
 
 pytestmark = pytest.mark.one_schedule
+
+
+def alone(groups: memswap.Groups) -> None:
+    """Each storage travels alone: this machine's memory is as slow as its link, so gathering small
+    ones would cost here what it costs nowhere."""
+    groups.engine.batch_limits.small_bytes = 0
 
 
 def contexts(layers: nn.ModuleList, prefetch: bool) -> Any:
@@ -33,6 +39,7 @@ def contexts(layers: nn.ModuleList, prefetch: bool) -> Any:
                 return plain(x)
 
         layer.forward = forward
+    alone(AsyncSwapHandler().engine)
     return AsyncSwapHandler().stats
 
 
@@ -41,6 +48,7 @@ def links(layers: nn.ModuleList, prefetch: bool = True) -> Any:
         swap_wrapper(layer)
     for one, other in pairwise(layers):
         SwapManager().set_forward_prefetch_layer(one, other)
+    alone(SwapManager().shared)
     return SwapManager().stats
 
 
@@ -72,10 +80,8 @@ def step_us(use: Any, prefetch: bool = True) -> tuple[float, Any]:
 
 
 @pytest.fixture(autouse=True)
-def _alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Each storage travels alone: this machine's memory is as slow as its link, so gathering small
-    ones would cost here what it costs nowhere."""
-    monkeypatch.setattr(engine_batch, "SMALL_BYTES", 0)
+def _ended() -> Iterator[None]:
+    """What is the process's, for the next test."""
     yield
     SwapManager().remove()
     gc.collect()

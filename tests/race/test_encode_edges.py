@@ -7,10 +7,12 @@ the race detector speaks, and some schedule gives other bits.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 from broken_edges import EncodeEdge, assert_caught, drop_between
-from helpers import assert_same_gradients
+from helpers import assert_same_gradients, frames_expected
 from race_workloads import (
     EAGER,
     MATRIX,
@@ -25,7 +27,6 @@ from race_workloads import (
 )
 
 from memswap import Action, Policy
-from memswap.engine import expectations
 from simdev import laboratory
 
 pytestmark = [
@@ -43,11 +44,11 @@ ARENA_BYTES = 512 << 10
 
 
 @pytest.fixture
-def no_capacity(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_capacity(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Frames without a variable part: every payload goes to an arena, which is soon full."""
-    monkeypatch.setattr(expectations, "MARGIN", 0)
-    monkeypatch.setattr(expectations, "MARGIN_UNITS", 0)
     open_small_arenas(monkeypatch, ARENA_BYTES)
+    with frames_expected(margin=0, margin_units=0):
+        yield
 
 
 # ---------------------------------------------------------------- mutations

@@ -13,7 +13,6 @@ from timed_layers import COMPUTE, LINK, TwoSaved
 from torch import nn
 
 import memswap
-from memswap.engine import batch as engine_batch
 from simdev import virtual_time
 
 SIDE, LAYERS = 96, 12
@@ -32,6 +31,9 @@ def step_us(distance: int | None, ahead: bool = True) -> tuple[float, Any]:
     swap: Any = contextlib.nullcontext()
     if distance is not None:
         swap = memswap.chain(layers, EVERYTHING, distance=distance, pool=new_pool())
+        # Each storage travels alone: this machine's memory is as slow as its link, so gathering
+        # small ones would cost here what it costs nowhere.
+        swap._engine.batch_limits.small_bytes = 0
 
     def step() -> None:
         x = start
@@ -56,21 +58,14 @@ def step_us(distance: int | None, ahead: bool = True) -> tuple[float, Any]:
         return elapsed, None if distance is None else swap.stats()
 
 
-@pytest.fixture
-def alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each storage travels alone: this machine's memory is as slow as its link, so gathering small
-    ones would cost here what it costs nowhere."""
-    monkeypatch.setattr(engine_batch, "SMALL_BYTES", 0)
-
-
-def test_a_chain_hides_what_the_link_can_carry(alone: None) -> None:
+def test_a_chain_hides_what_the_link_can_carry() -> None:
     plain, _ = step_us(None)
     chained, stats = step_us(1)
     assert stats.moved_storages >= LAYERS - 2 and stats.stalls == 0
     assert chained <= 1.1 * plain, f"a chained step takes {chained:.0f} us, a plain one {plain:.0f}"
 
 
-def test_a_chain_that_loads_nothing_ahead_is_exposed(alone: None) -> None:
+def test_a_chain_that_loads_nothing_ahead_is_exposed() -> None:
     ahead, _ = step_us(1)
     behind, stats = step_us(1, ahead=False)
     one_return_us = NBYTES / (LINK["h2d_gb_per_s"] * 1e3)
@@ -78,12 +73,13 @@ def test_a_chain_that_loads_nothing_ahead_is_exposed(alone: None) -> None:
     assert behind - ahead > 0.5 * one_return_us * stats.stalls
 
 
-def test_small_storages_leave_sooner_together(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_small_storages_leave_sooner_together() -> None:
     """See [Note: When storages travel together]: by launches that are saved."""
     times = {}
     for together in (True, False):
-        monkeypatch.setattr(engine_batch, "SMALL_BYTES", 1 << 20 if together else 0)
         group = memswap.Group("small", EVERYTHING, pool=new_pool())
+        if not together:
+            group._groups.engine.batch_limits.small_bytes = 0
         x = torch.ones(1024, device=DEVICE).requires_grad_()
         with group as batch:
             y = x

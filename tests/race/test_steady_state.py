@@ -9,12 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import EVERYTHING, assert_nothing_left, new_input, new_stack
+from helpers import EVERYTHING, assert_nothing_left, frames_expected, new_input, new_stack
 from race_workloads import DEVICE, new_pool
 
 import memswap
 from memswap._native import native
-from memswap.engine import expectations
 from simdev import Schedule, counters, run_in
 
 WARM_UP, STEPS, FEWER_STEPS = 5, 50, 15
@@ -105,14 +104,13 @@ def test_a_step_synchronises_nothing_and_allocates_nothing_from_the_driver(
 @each_way
 @pytest.mark.parametrize("action", ["encode", "encode_swap"])
 def test_a_step_that_encodes_synchronises_nothing_and_gives_everything_back(
-    how: str, action: str, schedule: Schedule, monkeypatch: pytest.MonkeyPatch
+    how: str, action: str, schedule: Schedule
 ) -> None:
-    monkeypatch.setattr(expectations, "WORTH", float("inf"))  # these tensors do not shrink
-    # Another shape, tried now and then, is a frame of another size: no steady step.
-    monkeypatch.setattr(expectations, "TRIAL_SHARE", 0)
-    monkeypatch.setattr(expectations, "RETRY_AFTER", 1_000_000)
     policy = memswap.Policy(action=memswap.Action(action), min_bytes=1)
-    training = warm_training(how, policy=policy)
+    # These tensors do not shrink. Another layout, tried now and then, is a frame of another size:
+    # no steady step.
+    with frames_expected(worth=float("inf"), trial_share=0, retry_after=1_000_000):
+        training = warm_training(how, policy=policy)
     training.swap.reset_stats()
     assert_steady(training, steps_under(schedule))
     torch.accelerator.synchronize()

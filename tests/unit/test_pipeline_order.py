@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import memswap
+from memswap._native import native
 from memswap.schedules.pipeline import Itinerary, Slots, Step, split
 
 F, B, W = 0, 1, 2
@@ -133,14 +134,12 @@ def by_hand(stage: Stage, order: str) -> list[torch.Tensor]:
 @pytest.fixture
 def loads(monkeypatch):
     """For each chunk in order: how many actions before its backward its load was launched."""
-    from memswap.engine.batch import Batch, Phase
-
     found: list[tuple[str, int]] = []
-    launch, notice = Batch.launch_load, Slots.backward
+    launch, notice = native.Batch.launch_load, Slots.backward
     clock = [0]
 
     def launched(batch, readings=1):
-        if batch.phase in (Phase.OFFLOADING, Phase.OFFLOADED):
+        if batch.phase in (native.Phase.OFFLOADING, native.Phase.OFFLOADED):
             found.append((str(id(batch)), clock[0]))
         launch(batch, readings)
 
@@ -151,7 +150,7 @@ def loads(monkeypatch):
         notice(schedule, chunk, batch)
 
     distances: list[int] = []
-    monkeypatch.setattr(Batch, "launch_load", launched)
+    monkeypatch.setattr(native.Batch, "launch_load", launched)
     monkeypatch.setattr(Slots, "backward", backward)
     return distances
 

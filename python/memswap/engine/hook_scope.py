@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from types import FrameType
 
+    from memswap._C import Batch
     from memswap.engine.action import Action
-    from memswap.engine.batch import Batch
     from memswap.engine.engine import Engine
 
     HookPair = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]

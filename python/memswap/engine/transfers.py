@@ -11,7 +11,6 @@ import torch
 from memswap._native import native
 from memswap._warn import warn
 from memswap.engine.action import Action
-from memswap.engine.expectations import open_expectations
 from memswap.engine.lane import (
     Lane,
     arena_budget,
@@ -168,7 +167,7 @@ class Transfers(native.Transfers):
         #: The action for a storage that was to be recomputed and has no recipe.
         self.without_recipe = action_without_recipe(device, pool)
         #: How long frames are expected to be.
-        self.expectations = open_expectations(device)
+        self.expectations = native.Expectations(device)
         super().__init__(
             device,
             self.expectations,

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from memswap.engine.batch import Batch
+    from memswap._C import Batch
     from memswap.engine.engine import Engine
 
 

@@ -18,8 +18,7 @@ from memswap.planning.sharing import taken_s
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from memswap._C import IterationRecord
-    from memswap.engine.expectations import Expectations
+    from memswap._C import Expectations, IterationRecord
     from memswap.planning.agreement import Basis
     from memswap.planning.kinds import Known, Timing
     from memswap.planning.plan import Plan

@@ -16,11 +16,11 @@ from memswap._native import native
 from memswap.engine.action import ENCODE_SWAP, KEEP, SWAP
 from memswap.engine.autograd import nbytes_of
 from memswap.engine.director import Director
-from memswap.engine.expectations import Key
 from memswap.planning.device import DevicePlan
 from memswap.planning.in_flight import InFlight
 from memswap.planning.kinds import Timing
 from memswap.planning.learner import Learner
+from memswap.planning.observed import Key
 from memswap.planning.recipe_record import RecipeRecord
 from memswap.planning.replay import CODED
 from memswap.planning.shapes import Kinds

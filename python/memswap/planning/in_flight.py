@@ -10,8 +10,8 @@ from memswap.engine.action import KEEP
 if TYPE_CHECKING:
     from memswap._C import Iteration, Outcome, Workspace
     from memswap.engine.action import Action
-    from memswap.engine.expectations import Key
     from memswap.planning.kinds import Followed, StepKind, Timing, Trial
+    from memswap.planning.observed import Key
     from memswap.planning.plan import Plan
 
 

@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 
     from memswap._C import Plan as NativePlan
     from memswap._C import Recorder, WorkspaceRecord
-    from memswap.engine.expectations import Key
     from memswap.engine.transfers import Transfers
     from memswap.planning.device import DeviceTerms
     from memswap.planning.holding import Holding
+    from memswap.planning.observed import Key
     from memswap.planning.plan import Plan, PlannedStorage
     from memswap.planning.rates import Rates
     from memswap.planning.recipe_record import RecipeRecord

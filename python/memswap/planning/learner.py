@@ -36,9 +36,8 @@ from memswap.planning.verdicts import Anew, comparison, followed, judged, weighe
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from memswap._C import IterationRecord
+    from memswap._C import Expectations, IterationRecord
     from memswap.engine.engine import Engine
-    from memswap.engine.expectations import Expectations
     from memswap.planning.account import DeviceAccount
     from memswap.planning.background import Job
     from memswap.planning.in_flight import InFlight

@@ -27,9 +27,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from memswap._C import IterationRecord
-    from memswap.engine.expectations import Expectations, Key
+    from memswap._C import Expectations, IterationRecord
     from memswap.planning.kinds import Known, Timing
+    from memswap.planning.observed import Key
     from memswap.planning.plan import Plan
     from memswap.planning.rates import Rates
     from memswap.planning.step import Step

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from memswap._C import Plan as NativePlan
-    from memswap.engine.expectations import Key
     from memswap.engine.transfers import Transfers
+    from memswap.planning.observed import Key
     from memswap.planning.plan import Plan, PlannedStorage
 
 

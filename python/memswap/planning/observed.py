@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import starmap
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from memswap._native import native
 from memswap.engine.action import Action
-from memswap.engine.expectations import Key
 from memswap.planning.sharing import taken_s
 from memswap.planning.step import Region, SavedStorage, Step
 
@@ -17,14 +16,23 @@ if TYPE_CHECKING:
 
     import torch
 
-    from memswap._C import IterationRecord
-    from memswap.engine.expectations import Expectations
+    from memswap._C import Expectations, IterationRecord
     from memswap.planning.rates import Rates
     from memswap.planning.recipe_record import RecipeRecord
 
 
 #: Bytes of a frame that nobody has seen: used, held and of its overflow.
 UNSEEN = (0, 0, 0)
+
+
+class Key(NamedTuple):
+    """Which storage it is, step after step. The same program makes the same keys."""
+
+    unit: str
+    ordinal: int
+    """Place among the storages that one scope of the unit considered."""
+    nbytes: int
+    dtype: torch.dtype
 
 
 def keys_of(record: IterationRecord) -> tuple[Key, ...]:

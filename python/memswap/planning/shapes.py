@@ -31,7 +31,7 @@ from memswap.planning.kinds import StepKind
 from memswap.planning.observed import quantised
 
 if TYPE_CHECKING:
-    from memswap.engine.expectations import Key
+    from memswap.planning.observed import Key
     from memswap.planning.step import Step
 
 #: Shapes that have a plan each, before similar ones share it.

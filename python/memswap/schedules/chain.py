@@ -20,11 +20,12 @@ from weakref import WeakValueDictionary, ref
 from torch import nn
 
 from memswap.activations import named_units
-from memswap.engine.batch import Batch, Phase
+from memswap._native import native
 from memswap.planning.policy import checked_policy
 from memswap.schedules.scheduled import BatchSchedule, ScheduledModules
 
 if TYPE_CHECKING:
+    from memswap._C import Batch
     from memswap.engine.transfers import Pool
     from memswap.planning.policy import Policy
 
@@ -52,7 +53,7 @@ class _Reached:
         first = max(self._index - schedule.distance, 0)
         for index in range(self._index, first - 1, -1):
             ahead = self._forward.batches.get(index)
-            if ahead is not None and ahead.phase is not Phase.COLLECTED:
+            if ahead is not None and ahead.phase is not native.Phase.COLLECTED:
                 ahead.launch_load()
 
 
@@ -105,7 +106,7 @@ class LayersAhead(BatchSchedule):
         if self._index[name] < len(self._index) - self.distance:
             batch.launch_offload()
             self._waiting = batch
-        if before is not None and before.phase in (Phase.OFFLOADING, Phase.OFFLOADED):
+        if before is not None and before.phase in (native.Phase.OFFLOADING, native.Phase.OFFLOADED):
             before.wait_offload()
 
     def settle(self) -> None:

@@ -29,11 +29,12 @@ from weakref import ref
 
 from torch import nn
 
-from memswap.engine.batch import Batch, Phase
+from memswap._native import native
 from memswap.planning.policy import checked_policy
 from memswap.schedules.scheduled import BatchSchedule, ScheduledModules
 
 if TYPE_CHECKING:
+    from memswap._C import Batch
     from memswap.engine.transfers import Pool
     from memswap.hooks.units import UnitCall
     from memswap.planning.policy import Policy
@@ -207,7 +208,7 @@ class Slots(BatchSchedule):
     def backward(self, chunk: _Chunk, batch: Batch) -> None:
         """A backward pass begins to read a chunk. The engine's lock is held."""
         step = self._itinerary.backward(chunk.step, chunk.reading)
-        if batch.phase in (Phase.OFFLOADING, Phase.OFFLOADED):
+        if batch.phase in (native.Phase.OFFLOADING, native.Phase.OFFLOADED):
             soon = self._needs_soon(step)
             more = self._itinerary.readings(step, self.min_gap) if soon else 0
             batch.launch_load(1 + more)  # it waits for the backwards that follow soon
@@ -223,11 +224,11 @@ class Slots(BatchSchedule):
         waiting, self._waiting, self._leaving = self._waiting, self._leaving, []
         for reference in waiting:
             batch = reference()
-            if batch is not None and batch.phase is Phase.OFFLOADING:
+            if batch is not None and batch.phase is native.Phase.OFFLOADING:
                 batch.wait_offload()
         for step in self._itinerary.ahead()[: self.ahead]:
             batch = self._batch(step) if step.reading else None
-            if batch is not None and batch.phase is not Phase.COLLECTED:
+            if batch is not None and batch.phase is not native.Phase.COLLECTED:
                 batch.launch_load(self._itinerary.readings(step, self.min_gap))
 
     def _batch(self, step: Step) -> Batch | None:

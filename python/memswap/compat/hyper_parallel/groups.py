@@ -13,7 +13,7 @@ from memswap.engine.autograd import NO_TASK, graph_task
 from memswap.groups import Group
 
 if TYPE_CHECKING:
-    from memswap.engine.batch import Batch
+    from memswap._C import Batch
     from memswap.groups import Groups
 
 

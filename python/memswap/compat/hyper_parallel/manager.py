@@ -38,7 +38,7 @@ from memswap.planning.policy import Policy, Restricted, checked_policy
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from memswap.engine.batch import Batch
+    from memswap._C import Batch
     from memswap.engine.stats import Stats
     from memswap.engine.transfers import Pool
 

@@ -10,14 +10,14 @@ from weakref import ref
 import torch
 from torch.utils._pytree import tree_iter
 
+from memswap._native import native
 from memswap._warn import warn
-from memswap.engine.batch import Phase
 from memswap.errors import InplaceEditError
 from memswap.groups import Added, Groups
 from memswap.planning.policy import Policy
 
 if TYPE_CHECKING:
-    from memswap.engine.batch import Batch
+    from memswap._C import Batch
 
 
 class _Lone:
@@ -126,7 +126,7 @@ class SwapTensor:
         """What follows comes after the send, and the memory is free."""
         if self._state != self.STATE_HOST and self._expect(self.STATE_D2H, "wait_offload"):
             assert self._batch is not None
-            if self._batch.phase is not Phase.OFFLOADED:  # for all that left with it
+            if self._batch.phase is not native.Phase.OFFLOADED:  # for all that left with it
                 self._batch.wait_offload()
             self._state = self.STATE_HOST
 
@@ -141,7 +141,7 @@ class SwapTensor:
         """What follows on this stream may use the tensor."""
         if self._state != self.STATE_DEVICE and self._expect(self.STATE_H2D, "wait_load"):
             assert self._batch is not None
-            if self._batch.phase is not Phase.LOADED:  # for all that came with it
+            if self._batch.phase is not native.Phase.LOADED:  # for all that came with it
                 self._batch.wait_load()
             self.get_val()
 

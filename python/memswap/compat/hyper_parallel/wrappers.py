@@ -29,7 +29,7 @@ from memswap.hooks.module_hooks import ModuleHooks, hooks_on
 from memswap.planning.policy import Policy
 
 if TYPE_CHECKING:
-    from memswap.engine.batch import Batch
+    from memswap._C import Batch
     from memswap.engine.transfers import Pool
 
 _units = count()

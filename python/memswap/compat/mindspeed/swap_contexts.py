@@ -29,8 +29,8 @@ from memswap.planning.policy import Policy
 from memswap.schedules.towers import swap_modules
 
 if TYPE_CHECKING:
+    from memswap._C import Batch
     from memswap.compat.mindspeed.swap_keys import CheckFn
-    from memswap.engine.batch import Batch
     from memswap.engine.transfers import Pool
     from memswap.schedules.scheduled import ScheduledModules
 

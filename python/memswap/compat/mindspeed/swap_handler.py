@@ -30,7 +30,7 @@ from memswap.groups import Added, Group, Groups
 from memswap.planning.policy import Policy, Restricted, checked_policy
 
 if TYPE_CHECKING:
-    from memswap.engine.batch import Batch
+    from memswap._C import Batch
     from memswap.engine.stats import Stats
     from memswap.engine.transfers import Pool
 

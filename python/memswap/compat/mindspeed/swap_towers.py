@@ -15,10 +15,11 @@ import threading
 from typing import TYPE_CHECKING, Protocol
 from weakref import ref
 
+from memswap._native import native
 from memswap.engine.autograd import NO_TASK, graph_task
-from memswap.engine.batch import Batch, Phase
 
 if TYPE_CHECKING:
+    from memswap._C import Batch
     from memswap._warn import UsersLine
 
 
@@ -172,7 +173,10 @@ class Tower:
             self._swapped = True
             batch.launch_offload()
             run.waiting = ref(batch)
-        if waiting is not None and waiting.phase in (Phase.OFFLOADING, Phase.OFFLOADED):
+        if waiting is not None and waiting.phase in (
+            native.Phase.OFFLOADING,
+            native.Phase.OFFLOADED,
+        ):
             waiting.wait_offload()
 
     def notice_stay(self, context: Layer | None, line: UsersLine) -> None:
