@@ -21,20 +21,50 @@ if TYPE_CHECKING:
     from memswap.engine.lane import Lane, Ticket
     from memswap.engine.transfers import Pool
 
-#: Where a tensor has its away form. Who takes a tensor's bytes sets it: they are taken once.
+#: Where a tensor has its `Away`. Who takes a tensor's bytes sets it: they are taken once.
 AWAY_ATTRIBUTE = "_memswap_away"
 
 
 @dataclass(slots=True)
-class _Away:
-    """The away form of a tensor, owned by the tensor itself: they die together."""
+class Away:
+    """The bytes of one tensor while it has none. The tensor owns this: they die together."""
+
+    departure: Ticket
+    shell: StorageRef
+    """The tensor's own storage, without memory."""
+
+    def arrived(self, storage: StorageRef, arrival: Ticket) -> StorageRef:
+        """The bytes for what the current stream does next: fetched, or those of a failed send.
+
+        Args:
+            storage: into which they are fetched.
+            arrival: of the fetch.
+
+        Raises:
+            memswap._C.TransferError: they cannot be read, and the send had not failed.
+        """
+        try:
+            arrival.wait()
+        except native.TransferError:
+            kept = self.departure.storage()
+            if kept is None:
+                raise
+            return kept  # the send failed, and the bytes never left
+        return storage
+
+    def give(self, tensor: torch.Tensor, storage: StorageRef) -> None:
+        """Have the tensor own its bytes again, which ends this."""
+        native.give_bytes(tensor, self.shell, storage)
+        delattr(tensor, AWAY_ATTRIBUTE)
+
+
+@dataclass(slots=True)
+class _SwappedOut(Away):
+    """The bytes of a tensor that :func:`swap_out` has moved."""
 
     pool: Pool
     block: Block
     lane: Lane
-    departure: Ticket
-    shell: StorageRef
-    """The tensor's own storage, without memory."""
 
 
 def swap_out(tensor: torch.Tensor, pool: Pool | None = None) -> bool:
@@ -93,7 +123,7 @@ def swap_out(tensor: torch.Tensor, pool: Pool | None = None) -> bool:
         native.give_bytes(tensor, shell, storage)
         raise
     departure.abandon()  # or else it would hold the memory until somebody waits
-    setattr(tensor, AWAY_ATTRIBUTE, _Away(pool, block, lane, departure, shell))
+    setattr(tensor, AWAY_ATTRIBUTE, _SwappedOut(departure, shell, pool, block, lane))
     return True
 
 
@@ -110,21 +140,17 @@ def swap_in(tensor: torch.Tensor) -> None:
     away = getattr(tensor, AWAY_ATTRIBUTE, None)
     if away is None:
         raise NotSwappedError("swap_in(): the tensor is not swapped out; nothing to bring back")
-    if not isinstance(away, _Away):
+    if not isinstance(away, _SwappedOut):
         raise NotSwappedError(
             "swap_in(): the tensor is state of a managed optimizer, not swapped out; look at it "
             "inside `with managed.present():` (memswap.manage_optimizer)"
         )
     storage, arrival = away.lane.fetch(away.block)
     try:
-        arrival.wait()
+        storage = away.arrived(storage, arrival)
     except native.TransferError as error:
-        kept = away.departure.storage()
-        if kept is None:
-            raise TransferError(f"swap_in(): the bytes cannot be read back: {error}") from error
-        storage = kept  # the send failed, and the bytes never left
-    native.give_bytes(tensor, away.shell, storage)
-    delattr(tensor, AWAY_ATTRIBUTE)
+        raise TransferError(f"swap_in(): the bytes cannot be read back: {error}") from error
+    away.give(tensor, storage)
 
 
 #: The pools of tensors that went away without one, by process and device. Only the tensors own

@@ -18,7 +18,7 @@ from memswap.engine.autograd import plain_parts
 from memswap.engine.transfers import OpenTransfers, Transfers, lane_to
 from memswap.engine.units import format_bytes
 from memswap.errors import TransferError
-from memswap.inplace import AWAY_ATTRIBUTE, holders_of_new, shared_pool, why_shared
+from memswap.inplace import AWAY_ATTRIBUTE, Away, holders_of_new, shared_pool, why_shared
 
 if TYPE_CHECKING:
     from memswap._C import AwayForm, SavedView, StorageRef, Ticket, WeakStorage
@@ -81,16 +81,6 @@ class Returning(NamedTuple):
     departure: Ticket | None = None
     """The send of whoever had the memory before ([Note: Memory from hand to hand])."""
 
-    def wait(self) -> StorageRef:
-        """The storage, which nobody else has, for what the current stream does next.
-
-        Raises:
-            TransferError: the bytes cannot be read.
-        """
-        self.let_go()
-        self.arrival.wait()
-        return self.storage
-
     def let_go(self) -> None:
         """Whoever had the memory before owns it no more."""
         if self.departure is not None:
@@ -98,13 +88,10 @@ class Returning(NamedTuple):
 
 
 @dataclass(slots=True)
-class AwayState:
-    """The bytes of one state tensor while it has none. The tensor owns this: they die together."""
+class AwayState(Away):
+    """The bytes of one state tensor while it has none."""
 
     form: AwayForm
-    departure: Ticket
-    shell: StorageRef
-    """The tensor's own storage, without memory."""
     view: SavedView
     """How the tensor looks at its storage."""
     returning: Returning | None = None
@@ -124,15 +111,13 @@ class AwayState:
         returning = self.returning or Returning(*self.form.bring())
         self.returning = None
         try:
-            return returning.wait()
+            returning.let_go()
+            return self.arrived(returning.storage, returning.arrival)
         except native.TransferError as error:
-            kept = self.departure.storage()
-            if kept is None:
-                raise TransferError(
-                    f"optimizer state of {self.nbytes} bytes cannot be read back: {error} It is "
-                    "still away; try again when the pool can be read, or load a checkpoint."
-                ) from error
-            return kept  # the send failed, and the bytes never left
+            raise TransferError(
+                f"optimizer state of {self.nbytes} bytes cannot be read back: {error} It is still "
+                "away; try again when the pool can be read, or load a checkpoint."
+            ) from error
 
 
 def away_of(tensor: torch.Tensor) -> AwayState | None:
@@ -249,7 +234,7 @@ class StateMover:
         if isinstance(sent, str):
             return self._keep(tensor, sent)
         form, departure = sent
-        away = AwayState(form, departure, shell, view)
+        away = AwayState(departure, shell, form, view)
         setattr(tensor, AWAY_ATTRIBUTE, away)
         self.sent_bytes += away.nbytes
         if not transfers.works_ahead and departure.done():  # encoded on the spot
@@ -341,7 +326,7 @@ class StateMover:
         except native.TransferError as error:
             kept = away.departure.storage()
             if kept is not None:
-                self._put_back(tensor, away, kept)
+                away.give(tensor, kept)
                 self._keep(tensor, "failed")
                 self._tell("failed", away.nbytes, str(error))
                 return
@@ -436,13 +421,8 @@ class StateMover:
             while self.wait_oldest():  # it may free memory
                 pass
             storage = away.bring()
-        self._put_back(tensor, away, storage)
+        away.give(tensor, storage)
         self.brought_bytes += away.nbytes
-
-    @staticmethod
-    def _put_back(tensor: torch.Tensor, away: AwayState, storage: StorageRef) -> None:
-        native.give_bytes(tensor, away.shell, storage)
-        delattr(tensor, AWAY_ATTRIBUTE)
 
     # --- what is told -----------------------------------------------------------------------------
 
