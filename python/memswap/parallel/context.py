@@ -14,10 +14,10 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from torch.optim.optimizer import Optimizer
 from torch.utils._python_dispatch import _disable_current_modes
 
-from memswap.engine.autograd import differentiable, graph_task, in_backward
+from memswap.engine.autograd import differentiable, in_backward
 from memswap.errors import RankMismatchError
 from memswap.hooks.module_hooks import AtEnd, ModuleHooks
-from memswap.hooks.training import before_optimizer_steps
+from memswap.hooks.training import BackwardPass, before_optimizer_steps
 from memswap.parallel.applied import AppliedContext
 from memswap.parallel.arriving import ArrivingTensor
 from memswap.parallel.comm import ranks_that_differ
@@ -360,7 +360,7 @@ class FirstStep:
         self._watched: list[nn.Module] = []
         self._hooks = ModuleHooks()
         self._without_graph: set[nn.Module] = set()
-        self._task = -1
+        self._pass = BackwardPass(self._finish, lambda: None)
         self._active = False
         self._expected: list[ReferenceType[nn.Module]] = []
         self._optimizers: finalize[[], FirstStep] | None = None
@@ -413,9 +413,8 @@ class FirstStep:
             self._without_graph.add(module)
 
     def _in_backward(self, gradient: torch.Tensor) -> None:
-        if self._active and graph_task() != self._task:
-            self._task = graph_task()
-            torch.autograd.Variable._execution_engine.queue_callback(self._finish)
+        if self._active:
+            self._pass.look()
 
     def _before_step(self, optimizer: Optimizer) -> None:
         expected = [one() for one in self._expected]
