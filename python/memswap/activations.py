@@ -41,8 +41,8 @@ from memswap.hooks.unseen import Unseen
 from memswap.optimizers.device_budget import open_account
 from memswap.optimizers.managed import ManagedOptimizer, check_optimizer, manage_optimizer
 from memswap.planning.agreement import check_group, group_of
-from memswap.planning.budgets import parsed
-from memswap.planning.device import DevicePlan, is_device_budget
+from memswap.planning.budgets import is_device_budget, parsed
+from memswap.planning.device import DevicePlan
 from memswap.planning.director import BudgetDirector
 from memswap.planning.policy import Policy, answers_unknown, checked_policy
 from memswap.planning.rates import Rates

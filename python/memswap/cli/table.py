@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from memswap.engine.units import aligned
+
 
 def render_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Lay rows out under a header: the first column to the left, the others to the right.
@@ -12,16 +14,8 @@ def render_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
         header: one title per column.
         rows: as many cells as there are titles, in each.
     """
-    lines = [header, *rows]
-    widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
-
-    def lay_out(line: Sequence[str]) -> str:
-        cells = [line[0].ljust(widths[0])]
-        cells += [cell.rjust(width) for cell, width in zip(line[1:], widths[1:], strict=True)]
-        return "  ".join(cells).rstrip()
-
-    rule = "  ".join("-" * width for width in widths)
-    return "\n".join([lay_out(header), rule, *(lay_out(row) for row in rows)])
+    rule = ["-" * max(map(len, column)) for column in zip(header, *rows, strict=True)]
+    return "\n".join(aligned([header, rule, *rows]))
 
 
 def format_seconds(seconds: float) -> str:

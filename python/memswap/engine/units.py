@@ -1,8 +1,9 @@
-"""Sizes in bytes, written the way people write them."""
+"""Sizes in bytes, written the way people write them, and columns of them."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Collection, Sequence
 
 # Binary units are powers of 1024, decimal ones powers of 1000 (IEC 80000-13).
 _UNIT_BYTES = {
@@ -85,3 +86,20 @@ def format_bytes(nbytes: float) -> str:
             return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
         value /= 1024
     return f"{value:.2f} GiB"
+
+
+def aligned(rows: Sequence[Sequence[str]], left: Collection[int] = (0,)) -> list[str]:
+    """Lay rows of cells out in columns, two blanks apart.
+
+    Args:
+        rows: as many cells in each.
+        left: which columns are laid out to the left; the others, of numbers, are to the right.
+    """
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(
+            cell.ljust(width) if column in left else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]

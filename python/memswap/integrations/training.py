@@ -31,8 +31,7 @@ from memswap.integrations.live import LiveLine
 from memswap.integrations.options import from_config
 from memswap.integrations.states import OptimizerStates
 from memswap.planning.agreement import check_group
-from memswap.planning.budgets import parsed
-from memswap.planning.device import is_device_budget
+from memswap.planning.budgets import is_device_budget, parsed
 from memswap.planning.policy import answers_unknown, checked_policy
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ import torch
 from memswap.hooks.units import persistent_tensors
 from memswap.optimizers.managed import MOST_ROOM, ManagedOptimizer, manage_optimizer
 from memswap.planning.account import DeviceAccount
-from memswap.planning.device import device_bytes
+from memswap.planning.budgets import device_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -6,7 +6,7 @@ import math
 import re
 from typing import TYPE_CHECKING
 
-from memswap.engine.units import is_size, parse_bytes, unit_hint
+from memswap.engine.units import format_bytes, is_size, parse_bytes, unit_hint
 from memswap.planning.search import Search
 
 if TYPE_CHECKING:
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from memswap.planning.step import Step
 
 _DIGITS = re.compile(r"\s*([\d_.]+)\s*")
+_DEVICE = re.compile(r"\s*device\s*:\s*(.+?)\s*", re.IGNORECASE)
 
 
 def parsed(budget: int | str, argument: str = "") -> int | str:
@@ -74,3 +75,47 @@ def bytes_of(budget: int | str, full: Step, rates: Rates) -> int:
     if share is None:
         return int(budget)
     return int(share * Search(full, rates).kept().found.peak_bytes)
+
+
+def is_device_budget(budget: object) -> bool:
+    """Whether a budget is one of the whole device: ``"device:70GiB"`` or ``"device:90%"``."""
+    return isinstance(budget, str) and budget.lstrip().lower().startswith("device")
+
+
+def device_bytes(budget: str, total_bytes: int) -> int:
+    """Bytes of a budget of the whole device.
+
+    Args:
+        budget: ``"device:70GiB"``, or ``"device:90%"`` of all that the device has.
+        total_bytes: of the device.
+
+    Raises:
+        ValueError: it cannot be read, or is more than the device has.
+    """
+    match = _DEVICE.fullmatch(budget)
+    expected = "expected device: and a size such as device:70GiB, or a share such as device:90%"
+    if match is None:
+        raise ValueError(f"manage(budget=...): {expected}, found {budget!r}")
+    text = match[1]
+    if text.endswith("%"):
+        share = share_of(text)
+        if share is None:
+            raise ValueError(
+                f"manage(budget=...): {expected} above 0% and up to 100%, found {budget!r}"
+            )
+        return int(share * total_bytes)
+    if text.isdigit():
+        raise ValueError(
+            f"manage(budget=...): found {budget!r}, which has no unit: write device:{text}GiB for "
+            f"a size or device:{text}% for a share of the device"
+        )
+    try:
+        nbytes = parse_bytes(text)
+    except ValueError as error:
+        raise ValueError(f"manage(budget=...): {expected}, found {budget!r}") from error
+    if nbytes > total_bytes:
+        raise ValueError(
+            f"manage(budget={budget!r}): this device has {format_bytes(total_bytes)}; expected "
+            "that or less"
+        )
+    return nbytes

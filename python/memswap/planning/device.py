@@ -17,16 +17,14 @@ the most of that was measured as well, and bounds what stays.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
-from memswap.engine.units import format_bytes, parse_bytes
+from memswap.engine.units import format_bytes
 from memswap.errors import BudgetError
-from memswap.planning.budgets import share_of
-from memswap.planning.plan import Plan
+from memswap.planning.plan import Plan, beyond
 from memswap.planning.planner import make_plan
 from memswap.planning.replay import replay
 from memswap.planning.search import Search
@@ -56,52 +54,6 @@ KINDS = ("weights", "gradients", "optimizer state", "activations", "workspace")
 
 #: Characters of a bar that is as long as the budget.
 BAR = 60
-
-_PREFIX = re.compile(r"\s*device\s*:\s*(.+?)\s*", re.IGNORECASE)
-
-
-def is_device_budget(budget: object) -> bool:
-    """Whether a budget is one of the whole device: ``"device:70GiB"`` or ``"device:90%"``."""
-    return isinstance(budget, str) and budget.lstrip().lower().startswith("device")
-
-
-def device_bytes(budget: str, total_bytes: int) -> int:
-    """Bytes of a budget of the whole device.
-
-    Args:
-        budget: ``"device:70GiB"``, or ``"device:90%"`` of all that the device has.
-        total_bytes: of the device.
-
-    Raises:
-        ValueError: it cannot be read, or is more than the device has.
-    """
-    match = _PREFIX.fullmatch(budget)
-    expected = "expected device: and a size such as device:70GiB, or a share such as device:90%"
-    if match is None:
-        raise ValueError(f"manage(budget=...): {expected}, found {budget!r}")
-    text = match[1]
-    if text.endswith("%"):
-        share = share_of(text)
-        if share is None:
-            raise ValueError(
-                f"manage(budget=...): {expected} above 0% and up to 100%, found {budget!r}"
-            )
-        return int(share * total_bytes)
-    if text.isdigit():
-        raise ValueError(
-            f"manage(budget=...): found {budget!r}, which has no unit: write device:{text}GiB for "
-            f"a size or device:{text}% for a share of the device"
-        )
-    try:
-        nbytes = parse_bytes(text)
-    except ValueError as error:
-        raise ValueError(f"manage(budget=...): {expected}, found {budget!r}") from error
-    if nbytes > total_bytes:
-        raise ValueError(
-            f"manage(budget={budget!r}): this device has {format_bytes(total_bytes)}; expected "
-            "that or less"
-        )
-    return nbytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,8 +193,7 @@ class DevicePlan(Plan):
         grown = saved_bytes - most * self.in_flight
         return grown > GROWN_SHARE * self.device_budget_bytes
 
-    def summary(self) -> str:
-        """What is where at the peak, and what it costs, predicted and measured."""
+    def _predicted(self) -> list[str]:
         scale = BAR / max(self.device_budget_bytes, self.device_peak_bytes, 1)
         lines = [
             f"budget {self.budget}: {format_bytes(self.device_budget_bytes)}; the most on the "
@@ -259,23 +210,14 @@ class DevicePlan(Plan):
                 f"{format_bytes(self.state_stays_bytes)} on the device; predicted cost "
                 f"{self.state_s * 1e3:.2f} ms a step of the optimizer"
             )
-        lines.append(
-            f"activations: {format_bytes(self.moved_bytes)} move per step, "
-            f"{format_bytes(self.away_bytes)} into the pool; predicted cost "
-            f"{self.exposed_s * 1e3:.2f} ms of {self.compute_s * 1e3:.2f} ms ({self.slowdown:.1%})"
-        )
-        if self.in_flight > 1:
-            lines.append(f"for each of the {self.in_flight} forwards in flight")
-        measured = []
-        if self.measured_device_bytes is not None:
-            over = self.measured_device_bytes - self.device_budget_bytes
-            beyond = f" ({format_bytes(over)} beyond the budget)" if over > 0 else ""
-            measured.append(f"{format_bytes(self.measured_device_bytes)} on the device{beyond}")
-        if self.measured_exposed_s is not None:
-            measured.append(f"cost {self.measured_exposed_s * 1e3:.2f} ms")
-        if measured:
-            lines.append("measured: " + ", ".join(measured))
-        return "\n".join(lines)
+        return [*lines, f"activations: {self._moves()}"]
+
+    def _measured(self) -> list[str]:
+        measured = self.measured_device_bytes
+        if measured is None:
+            return []
+        over = beyond(measured - self.device_budget_bytes)
+        return [f"{format_bytes(measured)} on the device{over}"]
 
 
 def workspace_of(recorder: Recorder, marks: int) -> WorkspaceRecord | None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 
 from memswap.engine.action import Action
-from memswap.engine.units import format_bytes
+from memswap.engine.units import aligned, format_bytes
 from memswap.planning.step import Step
 
 
@@ -145,13 +145,7 @@ class Plan:
             )
             for unit in self.units
         ]
-        widths = [max(len(row[column]) for row in (header, *rows)) for column in range(7)]
-        lines = []
-        for row in (header, *rows):
-            cells = [row[0].ljust(widths[0])]
-            cells += [row[column].rjust(widths[column]) for column in (1, 2, 3)]
-            cells += [row[4].ljust(widths[4]), row[5].rjust(widths[5]), row[6]]
-            lines.append("  ".join(cells).rstrip())
+        lines = aligned((header, *rows), left=(0, 4, 6))
         recomputed = self.recomputed()
         return "\n".join([*lines, "", *([recomputed] if recomputed else []), self.summary()])
 
@@ -173,25 +167,13 @@ class Plan:
         return f"recomputed, {format_bytes(nbytes)} in all: {'; '.join(told)}"
 
     def summary(self) -> str:
-        """Peak and time, predicted and measured, in a few lines."""
-        asked = self.budget if isinstance(self.budget, str) else format_bytes(self.budget)
-        share = self.peak_bytes / self.kept_peak_bytes if self.kept_peak_bytes else 1.0
-        lines = [
-            f"budget {asked}: peak of saved activations {format_bytes(self.peak_bytes)}, "
-            f"{share:.0%} of the {format_bytes(self.kept_peak_bytes)} without memswap",
-            f"{format_bytes(self.moved_bytes)} move per step, "
-            f"{format_bytes(self.away_bytes)} into the pool; predicted cost "
-            f"{self.exposed_s * 1e3:.2f} ms of {self.compute_s * 1e3:.2f} ms ({self.slowdown:.1%})",
-        ]
+        """What is where at the peak, and what it costs, predicted and measured, in a few lines."""
+        lines = self._predicted()
         if self.declined:
             lines.append(self.why_declined())
         if self.in_flight > 1:
             lines.append(f"for each of the {self.in_flight} forwards in flight")
-        measured = []
-        if self.measured_peak_bytes is not None:
-            over = self.over_budget_bytes
-            beyond = f" ({format_bytes(over)} beyond the budget)" if over else ""
-            measured.append(f"peak {format_bytes(self.measured_peak_bytes)}{beyond}")
+        measured = self._measured()
         if self.measured_exposed_s is not None:
             held = " (held, over several steps)" if self.held else ""
             measured.append(f"cost {self.measured_exposed_s * 1e3:.2f} ms{held}")
@@ -199,9 +181,35 @@ class Plan:
             lines.append("measured: " + ", ".join(measured))
         return "\n".join(lines)
 
+    def _predicted(self) -> list[str]:
+        asked = self.budget if isinstance(self.budget, str) else format_bytes(self.budget)
+        share = self.peak_bytes / self.kept_peak_bytes if self.kept_peak_bytes else 1.0
+        return [
+            f"budget {asked}: peak of saved activations {format_bytes(self.peak_bytes)}, "
+            f"{share:.0%} of the {format_bytes(self.kept_peak_bytes)} without memswap",
+            self._moves(),
+        ]
+
+    def _moves(self) -> str:
+        return (
+            f"{format_bytes(self.moved_bytes)} move per step, "
+            f"{format_bytes(self.away_bytes)} into the pool; predicted cost "
+            f"{self.exposed_s * 1e3:.2f} ms of {self.compute_s * 1e3:.2f} ms ({self.slowdown:.1%})"
+        )
+
+    def _measured(self) -> list[str]:
+        if self.measured_peak_bytes is None:
+            return []
+        return [f"peak {format_bytes(self.measured_peak_bytes)}{beyond(self.over_budget_bytes)}"]
+
     def why_declined(self) -> str:
         """`declined` as a line for people; of a plan that has declined."""
         return f"declined, everything stays: {self.declined}"
+
+
+def beyond(over_bytes: int) -> str:
+    """By how much a budget was exceeded, behind what was measured; empty: it was not."""
+    return f" ({format_bytes(over_bytes)} beyond the budget)" if over_bytes > 0 else ""
 
 
 def describe(unit: PlannedUnit) -> str:
