@@ -14,7 +14,7 @@ import memswap
 from memswap import Action
 from memswap._native import native
 from memswap.engine.engine import Engine
-from memswap.planning import kinds
+from memswap.planning import followed, kinds
 from memswap.planning.director import BudgetDirector
 
 pytestmark = pytest.mark.one_schedule
@@ -48,8 +48,8 @@ def begins(monkeypatch):
 
 
 def asks_about_everything(monkeypatch) -> None:
-    made = kinds.native_plan
-    monkeypatch.setattr(kinds, "native_plan", lambda plan, keys, *rest: made(plan, (), *rest))
+    made = followed.native_plan
+    monkeypatch.setattr(followed, "native_plan", lambda plan, keys, *rest: made(plan, (), *rest))
 
 
 @pytest.mark.parametrize("share", [0.7, 0.45])

@@ -21,7 +21,7 @@ import memswap
 from memswap import Action, Rates
 from memswap._native import native
 from memswap.engine import transfers
-from memswap.planning import kinds, native_plan, verdicts
+from memswap.planning import followed, verdicts
 from memswap.planning.director import BudgetDirector
 from memswap.planning.profile import measure_codec
 from simdev import laboratory, virtual_time
@@ -199,7 +199,7 @@ def broken(name: str) -> contextlib.AbstractContextManager[None]:
     @contextlib.contextmanager
     def breaking() -> Iterator[None]:
         if name == "frames may be as long as they like":
-            patch.setattr(native_plan, "frame_nbytes", lambda planned: None)
+            patch.setattr(followed, "frame_nbytes", lambda planned: None)
         elif name == "what does not fit stays":
             full = memswap.HostPool(device=DEVICE, budget="4KiB", slab="4KiB")
             patch.setattr(
@@ -208,11 +208,12 @@ def broken(name: str) -> contextlib.AbstractContextManager[None]:
                 lambda own: native.BlockSender(own.lane, full.native),
             )
         elif name == "nobody waits for a frame to leave":
-            patch.setattr(native_plan, "departs", lambda planned: False)
+            patch.setattr(followed, "departs", lambda planned: False)
+            made = followed.native_plan
             patch.setattr(
-                kinds,
+                followed,
                 "native_plan",
-                lambda plan, *rest: native_plan.native_plan(replace(plan, departures={}), *rest),
+                lambda plan, *rest: made(replace(plan, departures={}), *rest),
             )
         elif name == "each encode has an overflow of its own":
             patch.setattr(BudgetDirector, "_set_overflow_room", lambda self, transfers: None)
@@ -257,7 +258,7 @@ def test_a_frame_that_has_not_left_when_its_storage_is_demanded_is_waited_for(mo
     monkeypatch.setattr(Stack, "layer", Twice)
     monkeypatch.setattr(BudgetDirector, "_set_limit", lambda self: None)  # nothing makes up for it
     if not waits:
-        monkeypatch.setattr(native_plan, "departs", lambda planned: False)
+        monkeypatch.setattr(followed, "departs", lambda planned: False)
     policy = memswap.Policy(action=Action.ENCODE_SWAP, min_bytes=1)
     with laboratory(LAZY):
         kept_bytes(3)

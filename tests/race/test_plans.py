@@ -17,9 +17,8 @@ from race_workloads import new_pool
 
 import memswap
 from memswap import Rates
-from memswap.planning import kinds
+from memswap.planning import followed
 from memswap.planning.director import BudgetDirector
-from memswap.planning.native_plan import native_plan
 from simdev import counters, laboratory, virtual_time
 
 
@@ -174,8 +173,9 @@ def test_a_budget_is_never_exceeded_and_no_bit_differs(policy):
 def test_without_the_waits_of_a_script_its_budget_is_exceeded(monkeypatch):
     """Unless somebody waits who sees that there is no room, which is there for other sizes."""
     kept = saved_bytes(1)
+    made = followed.native_plan
     monkeypatch.setattr(
-        kinds, "native_plan", lambda plan, *rest: native_plan(replace(plan, releases={}), *rest)
+        followed, "native_plan", lambda plan, *rest: made(replace(plan, releases={}), *rest)
     )
     found = measured(1, int(0.5 * kept), 0.15)
     assert found.stats.peak_resident_bytes <= 0.5 * kept

@@ -10,7 +10,8 @@ from memswap.engine.action import KEEP
 if TYPE_CHECKING:
     from memswap._C import Iteration, Outcome, Workspace
     from memswap.engine.action import Action
-    from memswap.planning.kinds import Followed, StepKind, Timing, Trial
+    from memswap.planning.followed import Followed
+    from memswap.planning.kinds import StepKind, Timing, Trial
     from memswap.planning.observed import Key
     from memswap.planning.plan import Plan
 

@@ -4,30 +4,24 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from math import inf
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple
 
 from memswap.engine.action import RECOMPUTE
-from memswap.planning.native_plan import native_plan
+from memswap.planning.followed import Followed
 from memswap.planning.observed import left
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     import torch
 
-    from memswap._C import Plan as NativePlan
     from memswap._C import Recorder, WorkspaceRecord
     from memswap.engine.transfers import Transfers
     from memswap.planning.device import DeviceTerms
     from memswap.planning.holding import Holding
     from memswap.planning.observed import Key
-    from memswap.planning.plan import Plan, PlannedStorage
+    from memswap.planning.plan import Plan
     from memswap.planning.rates import Rates
     from memswap.planning.recipe_record import RecipeRecord
     from memswap.planning.step import Step
-
-#: Unit, ordinal and dtype of a storage.
-Place: TypeAlias = tuple[str, int, str]
 
 #: A planned iteration is timed again after so many.
 RETIME_AFTER = 128
@@ -192,33 +186,6 @@ class Learning:
     def again(self) -> None:
         """The next iteration is timed. What is known of frames stays known."""
         self.iterations, self.full_at_bytes = 2, 0
-
-
-class Followed:
-    """A plan that is followed: as engines follow it, and by what its storages are called.
-
-    Args:
-        plan: what happens to each storage.
-        keys: of its storages.
-        transfers: of the device that it is for.
-        least_bytes: storages of fewer stay.
-    """
-
-    def __init__(
-        self, plan: Plan, keys: tuple[Key, ...], transfers: Transfers, least_bytes: int
-    ) -> None:
-        self.plan = plan
-        self.transfers = transfers
-        #: What it has for the storage that comes first, if anything.
-        self.first = keys[0] if keys else None
-        self.native: NativePlan = native_plan(plan, keys, transfers, least_bytes)
-        self._at_place: Mapping[Place, PlannedStorage] = {
-            (one.unit, one.ordinal, one.dtype): one for one in plan.storages
-        }
-
-    def at_place(self, key: Key) -> PlannedStorage | None:
-        """What the plan has for the storage of this name, wherever it comes in an iteration."""
-        return self._at_place.get((key.unit, key.ordinal, str(key.dtype)))
 
 
 @dataclass(slots=True)

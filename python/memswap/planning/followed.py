@@ -1,13 +1,13 @@
-"""The native form of a plan, which the engine follows without asking.
+"""Followed: a plan as an engine follows it, without asking.
 
-What is there is data: storage by storage what it is expected to be, what happens to it, what is
+Its native form is data: storage by storage what it is expected to be, what happens to it, what is
 waited for after its save and after its demand, and what starts back at its first demand
 (csrc/engine/plan.h). Where a storage is another one, the engine asks its director.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 
@@ -16,12 +16,43 @@ from memswap.engine.action import ENCODE_SWAP
 from memswap.planning.replay import CODED
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from memswap._C import Plan as NativePlan
     from memswap.engine.transfers import Transfers
     from memswap.planning.observed import Key
     from memswap.planning.plan import Plan, PlannedStorage
+
+
+#: Unit, ordinal and dtype of a storage.
+Place: TypeAlias = tuple[str, int, str]
+
+
+class Followed:
+    """A plan that is followed: as engines follow it, and by what its storages are called.
+
+    Args:
+        plan: what happens to each storage.
+        keys: of its storages.
+        transfers: of the device that it is for.
+        least_bytes: storages of fewer stay.
+    """
+
+    def __init__(
+        self, plan: Plan, keys: tuple[Key, ...], transfers: Transfers, least_bytes: int
+    ) -> None:
+        self.plan = plan
+        self.transfers = transfers
+        #: What it has for the storage that comes first, if anything.
+        self.first = keys[0] if keys else None
+        self.native: NativePlan = native_plan(plan, keys, transfers, least_bytes)
+        self._at_place: Mapping[Place, PlannedStorage] = {
+            (one.unit, one.ordinal, one.dtype): one for one in plan.storages
+        }
+
+    def at_place(self, key: Key) -> PlannedStorage | None:
+        """What the plan has for the storage of this name, wherever it comes in an iteration."""
+        return self._at_place.get((key.unit, key.ordinal, str(key.dtype)))
 
 
 def native_plan(
