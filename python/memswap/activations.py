@@ -3,27 +3,25 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import nn
-from torch.nn.parameter import is_lazy
 
 from memswap._warn import warn
-from memswap.engine.autograd import in_backward, nbytes_of
+from memswap.engine.autograd import in_backward
 from memswap.engine.compiled import uncompiled
 from memswap.engine.engine import Engine
 from memswap.engine.hook_scope import HookScope, OpenBlocks, current_scope
 from memswap.engine.stats import Stats, WindowStats
 from memswap.engine.transfers import check_pool
 from memswap.engine.uncopied import Uncopied
-from memswap.engine.units import format_bytes, parse_bytes
+from memswap.engine.units import format_bytes, parsed_prefetch
 from memswap.errors import MemswapError
-from memswap.hooks.blocks import LISTS, Blocks, compiles_what_it_wraps, find_blocks
+from memswap.hooks.blocks import Blocks, compiles_what_it_wraps, find_blocks, named_units
 from memswap.hooks.managed import Counted, Managed, Report
 from memswap.hooks.module_hooks import ModuleHooks
 from memswap.hooks.operators import OperatorWindows
@@ -33,6 +31,7 @@ from memswap.hooks.units import (
     ModelCall,
     PlainCall,
     UnitCall,
+    bytes_of,
     nothing,
     persistent_tensors,
     records,
@@ -41,14 +40,14 @@ from memswap.hooks.unseen import Unseen
 from memswap.optimizers.device_budget import open_account
 from memswap.optimizers.managed import ManagedOptimizer, check_optimizer, manage_optimizer
 from memswap.planning.agreement import check_group, group_of
-from memswap.planning.budgets import is_device_budget, parsed
+from memswap.planning.budgets import check_one_device, is_device_budget, parsed
 from memswap.planning.device import DevicePlan
 from memswap.planning.director import BudgetDirector
-from memswap.planning.policy import Policy, answers_unknown, checked_policy
+from memswap.planning.policy import Policy, answers_unknown, checked_policy, names_nothing
 from memswap.planning.rates import Rates
 from memswap.planning.worth import Worth
 from memswap.reports.step_report import write_step_report
-from memswap.windows import Window, Windows
+from memswap.windows import Window, Windows, check_windows
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -384,8 +383,7 @@ class Manager(Managed):
             return None
         self._unseen.end()
         self._engine.set_persistent(persistent_tensors([module]))
-        policy = self._engine.policy
-        declines = self._director is None and policy.action is None and policy.fn is None
+        declines = self._director is None and names_nothing(self._engine.policy)
         if not self._compiled:
             self._compiled = _DECLINED if declines else _AT_ONCE
             if declines:
@@ -536,82 +534,3 @@ def manage(
         managed,
         compares,
     )
-
-
-def names_nothing(policy: Policy) -> bool:
-    """Whether a policy leaves it to memswap how storages move."""
-    return policy.action is None and policy.fn is None
-
-
-def bytes_of(modules: Iterable[nn.Module]) -> int:
-    """Bytes of the parameters and buffers of modules, as they are now."""
-    return sum(nbytes_of(one) for one in persistent_tensors(modules) if not is_lazy(one))
-
-
-def check_windows(windows: Windows | None) -> None:
-    """Raise TypeError for what are no windows."""
-    if windows is not None and not isinstance(windows, Windows):
-        raise TypeError(
-            f"manage(windows={windows!r}): found {type(windows).__name__}, expected "
-            "memswap.Windows(...) or None"
-        )
-
-
-def check_one_device(modules: Iterable[nn.Module]) -> None:
-    """A budget is for one device's memory."""
-    devices = {parameter.device for module in modules for parameter in module.parameters()}
-    if len(devices) > 1:
-        named = ", ".join(sorted(map(str, devices)))
-        raise ValueError(
-            f"manage(budget=...): the modules are on several devices ({named}), and a budget is "
-            "for one; call manage() once for the modules of each"
-        )
-
-
-def named_units(
-    modules: nn.Module | Sequence[nn.Module] | Mapping[str, nn.Module],
-    caller: str = "manage()",
-) -> dict[str, nn.Module]:
-    """The modules by name, checked."""
-    if isinstance(modules, LISTS):
-        units: dict[str, Any] = dict(modules.named_children())
-    elif isinstance(modules, nn.Module):
-        units = {"0": modules}
-    elif isinstance(modules, Mapping):
-        units = dict(modules)
-    elif isinstance(modules, Iterable):
-        units = {str(i): module for i, module in enumerate(modules)}
-    else:
-        refuse(modules, caller)
-    if not units:
-        raise ValueError(f"{caller}: found no modules; pass the model's layers")
-    for module in units.values():
-        if not isinstance(module, nn.Module):
-            refuse(module, caller)
-        if isinstance(module, torch.jit.ScriptModule):
-            raise TypeError(
-                f"{caller}: found {type(module).__name__}, which torch.jit has compiled and which "
-                "takes no hooks; memswap.saved_tensors() around its call saves what it saves"
-            )
-        if getattr(module.forward, "__func__", None) is nn.Module.forward:
-            raise TypeError(
-                f"{caller}: found {type(module).__name__}, which has no forward and is never "
-                "called; expected the layers that it holds"
-            )
-    if len({id(module) for module in units.values()}) != len(units):
-        raise ValueError(f"{caller}: a module was given twice; pass each layer once")
-    return units
-
-
-def refuse(found: object, caller: str) -> NoReturn:
-    raise TypeError(
-        f"{caller}: found {type(found).__name__}, expected an nn.Module or several (for example "
-        "model.layers)"
-    )
-
-
-def parsed_prefetch(prefetch_bytes: int | str) -> int | None:
-    """Bytes to prefetch, or None for automatic."""
-    if prefetch_bytes == "auto":
-        return None
-    return parse_bytes(prefetch_bytes, "prefetch_bytes", auto=True)

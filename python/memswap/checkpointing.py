@@ -19,7 +19,6 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from torch.utils.checkpoint import create_selective_checkpoint_contexts, noop_context_fn
 
-from memswap.activations import named_units, parsed_prefetch
 from memswap.checkpoints.call import (
     counting,
     flattened,
@@ -42,6 +41,8 @@ from memswap.engine.engine import Engine
 from memswap.engine.hook_scope import HookScope, current_scope
 from memswap.engine.transfers import check_pool
 from memswap.engine.uncopied import Uncopied
+from memswap.engine.units import parsed_prefetch
+from memswap.hooks.blocks import named_units
 from memswap.hooks.managed import Counted
 from memswap.planning.policy import Policy
 

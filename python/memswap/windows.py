@@ -264,3 +264,12 @@ def numbered(layers: Iterable[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
     else:
         for number, layer in enumerate(layers):
             yield str(number), layer
+
+
+def check_windows(windows: Windows | None) -> None:
+    """Raise TypeError for what are no windows."""
+    if windows is not None and not isinstance(windows, Windows):
+        raise TypeError(
+            f"manage(windows={windows!r}): found {type(windows).__name__}, expected "
+            "memswap.Windows(...) or None"
+        )

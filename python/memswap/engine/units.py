@@ -78,6 +78,13 @@ def _addressable(nbytes: int, named: str) -> int:
     return nbytes
 
 
+def parsed_prefetch(prefetch_bytes: int | str) -> int | None:
+    """Bytes to prefetch, or None for automatic."""
+    if prefetch_bytes == "auto":
+        return None
+    return parse_bytes(prefetch_bytes, "prefetch_bytes", auto=True)
+
+
 def format_bytes(nbytes: float) -> str:
     """``nbytes`` with a binary unit: ``"512 B"``, ``"1.5 KiB"``, ``"3.00 GiB"``."""
     value = float(nbytes)

@@ -18,9 +18,9 @@ save nothing but the blocks' inputs, what calls them is the unit instead (`_outs
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -58,6 +58,57 @@ class Blocks:
     def given(cls, units: dict[str, nn.Module]) -> Blocks:
         """Units that somebody has chosen."""
         return cls(units, (), f"units: {_described(units)}")
+
+
+def named_units(
+    modules: nn.Module | Sequence[nn.Module] | Mapping[str, nn.Module],
+    caller: str = "manage()",
+) -> dict[str, nn.Module]:
+    """The modules that somebody gives, by name.
+
+    Args:
+        modules: one, or several in a list or a mapping.
+        caller: for messages.
+
+    Raises:
+        TypeError: an element is no module, or none that hooks can be put on and that is called.
+        ValueError: there is none, or one of them twice.
+    """
+    if isinstance(modules, LISTS):
+        units: dict[str, Any] = dict(modules.named_children())
+    elif isinstance(modules, nn.Module):
+        units = {"0": modules}
+    elif isinstance(modules, Mapping):
+        units = dict(modules)
+    elif isinstance(modules, Iterable):
+        units = {str(i): module for i, module in enumerate(modules)}
+    else:
+        _refuse(modules, caller)
+    if not units:
+        raise ValueError(f"{caller}: found no modules; pass the model's layers")
+    for module in units.values():
+        if not isinstance(module, nn.Module):
+            _refuse(module, caller)
+        if isinstance(module, torch.jit.ScriptModule):
+            raise TypeError(
+                f"{caller}: found {type(module).__name__}, which torch.jit has compiled and which "
+                "takes no hooks; memswap.saved_tensors() around its call saves what it saves"
+            )
+        if getattr(module.forward, "__func__", None) is nn.Module.forward:
+            raise TypeError(
+                f"{caller}: found {type(module).__name__}, which has no forward and is never "
+                "called; expected the layers that it holds"
+            )
+    if len({id(module) for module in units.values()}) != len(units):
+        raise ValueError(f"{caller}: a module was given twice; pass each layer once")
+    return units
+
+
+def _refuse(found: object, caller: str) -> NoReturn:
+    raise TypeError(
+        f"{caller}: found {type(found).__name__}, expected an nn.Module or several (for example "
+        "model.layers)"
+    )
 
 
 def find_blocks(model: nn.Module) -> Blocks:

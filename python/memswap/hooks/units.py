@@ -13,6 +13,7 @@ from memswap.engine.action import Action
 from memswap.engine.autograd import (
     computed_from,
     in_backward,
+    nbytes_of,
     next_node_number,
     plain_parts,
     tensors_in,
@@ -309,3 +310,8 @@ def persistent_tensors(modules: Iterable[nn.Module], recurse: bool = True) -> li
         if recurse:
             waiting += module._modules.values()
     return [part for tensor in found.values() for part in plain_parts(tensor)]
+
+
+def bytes_of(modules: Iterable[nn.Module]) -> int:
+    """Bytes of the parameters and buffers of modules, as they are now."""
+    return sum(nbytes_of(one) for one in persistent_tensors(modules) if not is_lazy(one))

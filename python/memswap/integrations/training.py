@@ -22,8 +22,9 @@ from weakref import ref
 import torch
 import torch.distributed as dist
 
-from memswap.activations import check_windows, manage, parsed_prefetch
+from memswap.activations import manage
 from memswap.engine.transfers import check_pool
+from memswap.engine.units import parsed_prefetch
 from memswap.hooks.blocks import find_blocks, unwrapped
 from memswap.hooks.managed import Removable, Report
 from memswap.hooks.module_hooks import AtEnd, ModuleHooks, hooks_on
@@ -33,6 +34,7 @@ from memswap.integrations.states import OptimizerStates
 from memswap.planning.agreement import check_group
 from memswap.planning.budgets import is_device_budget, parsed
 from memswap.planning.policy import answers_unknown, checked_policy
+from memswap.windows import check_windows
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

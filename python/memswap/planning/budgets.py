@@ -10,6 +10,10 @@ from memswap.engine.units import format_bytes, is_size, parse_bytes, unit_hint
 from memswap.planning.search import Search
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from torch import nn
+
     from memswap.planning.rates import Rates
     from memswap.planning.step import Step
 
@@ -119,3 +123,14 @@ def device_bytes(budget: str, total_bytes: int) -> int:
             "that or less"
         )
     return nbytes
+
+
+def check_one_device(modules: Iterable[nn.Module]) -> None:
+    """A budget is for one device's memory."""
+    devices = {parameter.device for module in modules for parameter in module.parameters()}
+    if len(devices) > 1:
+        named = ", ".join(sorted(map(str, devices)))
+        raise ValueError(
+            f"manage(budget=...): the modules are on several devices ({named}), and a budget is "
+            "for one; call manage() once for the modules of each"
+        )

@@ -231,6 +231,11 @@ def checked_policy(policy: Policy | None) -> Policy:
     return policy
 
 
+def names_nothing(policy: Policy) -> bool:
+    """Whether a policy leaves it to memswap how storages move."""
+    return policy.action is None and policy.fn is None
+
+
 def no_policy(found: object) -> str:
     """What to say of something that is no policy."""
     shown = repr(found) if isinstance(found, (int, float, str)) else type(found).__name__

@@ -19,8 +19,8 @@ from weakref import WeakValueDictionary, ref
 
 from torch import nn
 
-from memswap.activations import named_units
 from memswap._native import native
+from memswap.hooks.blocks import named_units
 from memswap.planning.policy import checked_policy
 from memswap.schedules.scheduled import BatchSchedule, ScheduledModules
 
