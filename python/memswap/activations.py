@@ -22,9 +22,10 @@ from memswap.engine.uncopied import Uncopied
 from memswap.engine.units import format_bytes, parsed_prefetch
 from memswap.errors import MemswapError
 from memswap.hooks.blocks import Blocks, compiles_what_it_wraps, find_blocks, named_units
-from memswap.hooks.managed import Counted, Managed, Report
+from memswap.hooks.managed import Counted, Managed
 from memswap.hooks.module_hooks import ModuleHooks
 from memswap.hooks.operators import OperatorWindows
+from memswap.hooks.report import Report
 from memswap.hooks.units import (
     CompiledCall,
     Iterations,

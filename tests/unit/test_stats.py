@@ -13,7 +13,7 @@ import pytest
 
 from memswap._native import native
 from memswap.engine.stats import Count, snapshot
-from memswap.hooks.managed import MEANINGS, REASONS, report
+from memswap.hooks.report import MEANINGS, REASONS, report
 from memswap.types import Stats
 
 

@@ -18,7 +18,7 @@ from memswap.integrations.training import ManagedTraining
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
 
-    from memswap.hooks.managed import Report
+    from memswap.hooks.report import Report
 
 
 class MemswapCallback(ManagedTraining, Callback):

@@ -26,8 +26,9 @@ from memswap.activations import manage
 from memswap.engine.transfers import check_pool
 from memswap.engine.units import parsed_prefetch
 from memswap.hooks.blocks import find_blocks, unwrapped
-from memswap.hooks.managed import Removable, Report
+from memswap.hooks.managed import Removable
 from memswap.hooks.module_hooks import AtEnd, ModuleHooks, hooks_on
+from memswap.hooks.report import Report
 from memswap.integrations.live import LiveLine
 from memswap.integrations.options import from_config
 from memswap.integrations.states import OptimizerStates

@@ -15,7 +15,8 @@ import torch
 from memswap.engine.autograd import in_backward
 from memswap.groups import Groups
 from memswap.hooks.blocks import Blocks
-from memswap.hooks.managed import Managed, Report
+from memswap.hooks.managed import Managed
+from memswap.hooks.report import Report
 from memswap.hooks.units import UnitCall, persistent_tensors
 
 if TYPE_CHECKING:
