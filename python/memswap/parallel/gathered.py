@@ -79,13 +79,16 @@ def _attributes(module: nn.Module) -> Attributes:
     }
 
 
-class Kind(NamedTuple):
-    """Calls that differ in tensors and lengths alone, and are tried once."""
+class CallKind(NamedTuple):
+    """What calls of a module have in common that differ only in their tensors and lengths.
+
+    One call of each kind is tried.
+    """
 
     told: tuple[Any, ...]
-    """What the arguments say."""
+    """The arguments, without tensors and lengths (`_told`)."""
     attributes: frozenset[tuple[tuple[str, str], Any]]
-    """What the module's attributes say, without those that its calls change themselves."""
+    """The module's attributes, without those that its calls change themselves."""
 
 
 class GatheredAttention:
@@ -104,7 +107,7 @@ class GatheredAttention:
         self._style = exchanges.style
         self._exchanges = exchanges
         self._arguments = arguments
-        self._tried: dict[Kind, Tried] = {}
+        self._tried: dict[CallKind, Tried] = {}
         self._found: Attributes = {}  # when the latest call began
         self._own_state: set[tuple[str, str]] = set()  # attributes that calls have changed
         self._warned = False
@@ -160,25 +163,25 @@ class GatheredAttention:
         if not changed <= self._own_state:
             self._own_state |= changed
             self._tried = {
-                Kind(kind.told, self._without_own(dict(kind.attributes))): tried
+                CallKind(kind.told, self._without_own(dict(kind.attributes))): tried
                 for kind, tried in self._tried.items()
             }
 
     def _without_own(self, found: Attributes) -> frozenset[tuple[tuple[str, str], Any]]:
         return frozenset(one for one in found.items() if one[0] not in self._own_state)
 
-    def _kind(self, lengths: Lengths, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Kind:
+    def _kind(self, lengths: Lengths, args: Sequence[Any], kwargs: Mapping[str, Any]) -> CallKind:
         self._found = _attributes(self._module)
         named = [*enumerate(args), *kwargs.items()]
         told = tuple((key, _told(value, lengths)) for key, value in named)
-        kind = Kind(told, self._without_own(self._found))
+        kind = CallKind(told, self._without_own(self._found))
         if kind in self._tried or len(self._tried) < MOST_KINDS:
             return kind
         self._warn(
             f"it was called with more than {MOST_KINDS} combinations of arguments and attributes, "
             f"and what others mean for its mask is not tried any more. {_ADVICE}"
         )
-        return Kind(tuple((key, type(value)) for key, value in named), frozenset())
+        return CallKind(tuple((key, type(value)) for key, value in named), frozenset())
 
     def _cuts_keys(self, trial: PositionTrial, like: Tried | None) -> bool:
         """The trial of a few tokens: whether the module is right with keys up to its last query.

@@ -49,16 +49,16 @@ PAUSE_S = 2e-3
 
 
 class Basis(NamedTuple):
-    """What a plan is made with."""
+    """What a plan is made from: one rank's own, or what all ranks have agreed on (`agreed`)."""
 
     step: Step | None
-    """None: there is none that a plan could be made of."""
+    """The step that was recorded; None: no plan can be made of what was."""
     rates: Rates | None
-    """None: they could not be measured, and there is no step."""
+    """Of the machine; None: they could not be measured, and there is no step."""
     room_bytes: float = inf
-    """Of a pool."""
+    """Bytes that the pool holds."""
     flights: int = 1
-    """Forwards at a time."""
+    """Forwards that wait for their backward at a time."""
     device: DeviceTerms | None = None
     """What is on the rank's device, where the budget is for all of it."""
     gradient_nbytes: tuple[int, ...] = ()

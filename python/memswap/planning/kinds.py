@@ -61,11 +61,11 @@ class Timing(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class InForce:
-    """A plan to follow, and what it was made of."""
+    """The plan that steps of a kind follow now, and what it was made of."""
 
     plan: Plan
     step: Step
-    """With the regions on that the plan recomputes."""
+    """The step that was planned, with the regions on that the plan recomputes."""
     rates: Rates
     """Of the machine."""
     keys: tuple[Key, ...]

@@ -28,7 +28,7 @@ from memswap.planning.agreement import Basis, Ranks
 from memswap.planning.background import Background
 from memswap.planning.checking import checked, finished, plain
 from memswap.planning.kinds import MOST_UNUSABLE, InForce, Trial
-from memswap.planning.making import Machine, Made, Terms, from_record, planned
+from memswap.planning.making import Machine, PlanningResult, Terms, from_record, planned
 from memswap.planning.observed import left, reframed
 from memswap.planning.shapes import resized
 from memswap.planning.verdicts import Anew, comparison, followed, judged, weighed
@@ -270,10 +270,10 @@ class Learner:
         about = known, self.machine, transfers.expectations, self._terms(kind, known)
         own = self._own(kind)._replace(room_bytes=known.room_bytes)
 
-        def work(agreed: Agreed) -> tuple[Rates | None, Basis, Made | None]:
+        def work(agreed: Agreed) -> tuple[Rates | None, Basis, PlanningResult | None]:
             return from_record(record, timing, *about, own, agreed)
 
-        def then(found: tuple[Rates | None, Basis, Made | None]) -> None:
+        def then(found: tuple[Rates | None, Basis, PlanningResult | None]) -> None:
             rates, basis, made = found
             self._measured(rates)
             if made is not None:
@@ -296,7 +296,7 @@ class Learner:
         if rates is not None:
             self.machine = replace(self.machine, rates=rates)
 
-    def _follow(self, kind: StepKind, made: Made) -> None:
+    def _follow(self, kind: StepKind, made: PlanningResult) -> None:
         """What was made is known from here on, and its plan is followed."""
         kind.follow(made.known)
         if made.known.plan is None:
@@ -400,7 +400,7 @@ class Learner:
             only_if_others: whether expected frames that are as they were are no reason to plan.
         """
 
-        def work(agreed: Agreed) -> Made | None:
+        def work(agreed: Agreed) -> PlanningResult | None:
             step = using.step
             if expectations is not None:
                 step = reframed(step, using.keys, expectations)
@@ -408,7 +408,7 @@ class Learner:
                     return None
             return planned(known, step, using.rates, using.keys, terms)
 
-        def then(made: Made | None) -> None:
+        def then(made: PlanningResult | None) -> None:
             if made is not None:
                 self._follow(kind, made)
 

@@ -40,12 +40,12 @@ MOST_TRIALS = 3
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """What a plan has to meet."""
+    """The budget that a plan has to meet, and how many forwards in flight share it."""
 
     budget: int | str
     """Bytes, a share, or ``"auto"``."""
     flights: int
-    """Forwards that share it."""
+    """Forwards that wait for their backward at a time."""
     must_fit: bool
     """Whether a budget that cannot be met is an error, and no plan the next best thing."""
     device: DeviceTerms | None = None
@@ -53,11 +53,11 @@ class Terms:
 
 
 @dataclass(frozen=True, slots=True)
-class Made:
-    """What planning came to."""
+class PlanningResult:
+    """A plan, or the checkpoint regions to record an iteration with before there is one."""
 
     known: Known
-    """With a plan, or with regions to record first."""
+    """What is known of the step's kind from here on, with that plan or those regions."""
     needs_bytes: int | None = None
     """Bytes of the smallest budget that could be met, if the plan exceeds the one given."""
     allowed_bytes: int = 0
@@ -66,7 +66,7 @@ class Made:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What plans are made for."""
+    """The machine that plans are made for, as far as planning has to know it."""
 
     rates: Rates | None
     """None: they are measured when they are needed first."""
@@ -87,7 +87,7 @@ def from_record(
     terms: Terms,
     own: Basis,
     agreed: Callable[[Basis], Basis],
-) -> tuple[Rates | None, Basis, Made | None]:
+) -> tuple[Rates | None, Basis, PlanningResult | None]:
     """Plan with an iteration that was recorded while learning, as all ranks do it.
 
     Args:
@@ -139,7 +139,9 @@ def from_record(
     return rates, basis, from_step(known, step, basis.rates, keys, terms)
 
 
-def from_step(known: Known, step: Step, rates: Rates, keys: tuple[Key, ...], terms: Terms) -> Made:
+def from_step(
+    known: Known, step: Step, rates: Rates, keys: tuple[Key, ...], terms: Terms
+) -> PlanningResult:
     """Plan with a step that was recorded while learning, or choose the regions to record it with.
 
     Args:
@@ -155,7 +157,7 @@ def from_step(known: Known, step: Step, rates: Rates, keys: tuple[Key, ...], ter
     if known.trial is None:
         known = replace(known, full=step)
         if step.regions and (trying := _with_trial(known, rates, terms)) is not None:
-            return Made(trying)
+            return PlanningResult(trying)
         return planned(known, replace(step, regions=()), rates, keys, terms)
     step = replace(step, regions=())
     assert known.full is not None
@@ -165,7 +167,7 @@ def from_step(known: Known, step: Step, rates: Rates, keys: tuple[Key, ...], ter
         margin_bytes = known.trial.margin_bytes + plan.peak_bytes - limit
         known = replace(known, trial=replace(known.trial, margin_bytes=margin_bytes))
         if (trying := _with_trial(known, rates, terms)) is not None:
-            return Made(trying)
+            return PlanningResult(trying)
     return planned(known, step, rates, keys, terms)
 
 
@@ -190,7 +192,9 @@ def _with_trial(known: Known, rates: Rates, terms: Terms) -> Known | None:
     return replace(known, trial=replace(last, units=units, number=last.number + 1))
 
 
-def planned(known: Known, step: Step, rates: Rates, keys: tuple[Key, ...], terms: Terms) -> Made:
+def planned(
+    known: Known, step: Step, rates: Rates, keys: tuple[Key, ...], terms: Terms
+) -> PlanningResult:
     """Plan with a step whose regions are on as they shall be (`known.trial`).
 
     Args:
@@ -225,7 +229,7 @@ def planned(known: Known, step: Step, rates: Rates, keys: tuple[Key, ...], terms
         plan = replace(plan, in_flight=terms.flights)
     keys = left(keys, plan.left_out)
     in_force = InForce(plan, step.without(plan.left_out), rates, keys)
-    return Made(replace(known, in_force=in_force, trial=None), needs_bytes, allowed)
+    return PlanningResult(replace(known, in_force=in_force, trial=None), needs_bytes, allowed)
 
 
 def _planned_for_device(
@@ -235,7 +239,7 @@ def _planned_for_device(
     keys: tuple[Key, ...],
     terms: Terms,
     device: DeviceTerms,
-) -> Made:
+) -> PlanningResult:
     """Plan for everything on a device with a step whose regions are on as they shall be.
 
     Raises:
@@ -256,10 +260,10 @@ def _planned_for_device(
     needs_bytes, where = smallest_of_device(device, plan, terms.flights)
     found = replace(known, in_force=InForce(plan, step, rates, keys), trial=None)
     if needs_bytes <= device.nbytes:
-        return Made(found)
+        return PlanningResult(found)
     if terms.must_fit:
         raise too_small_for_device(device, needs_bytes, where)
-    return Made(found, needs_bytes, device.nbytes)
+    return PlanningResult(found, needs_bytes, device.nbytes)
 
 
 def limit_of(known: Known, rates: Rates, terms: Terms) -> int:
