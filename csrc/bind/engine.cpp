@@ -201,7 +201,7 @@ void bind_engine(py::module_& module) {
              &Streak::Seen::most_in_flight, &Streak::Seen::peak_bytes>();
   Bound<Planning>(module, "Planning")
       .calls<&Planning::set_directed, &Planning::set_plans_sources, &Planning::make_room,
-             &Planning::count_recomputed, &Planning::sweep_recomputed, &Planning::begin_streak,
+             &Planning::count_recomputed, &Planning::sweep_in_use, &Planning::begin_streak,
              &Planning::extend_streak, &Planning::end_streak>()
       .reads<&Planning::directed>();
   Bound<Engine, EnginePtr>(module, "Engine")

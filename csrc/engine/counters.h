@@ -30,8 +30,8 @@ struct Counters {
   int64_t lately_resident_bytes = 0;
   int64_t away_bytes = 0;
   int64_t peak_away_bytes = 0;
-  // Parts of `resident_bytes` that no entry stands for.
-  int64_t recomputed_bytes = 0;
+  // Parts of `resident_bytes` that no entry holds.
+  int64_t in_use_bytes = 0;
   int64_t reserved_bytes = 0;
   int64_t made_bytes = 0;
 
@@ -50,8 +50,8 @@ struct Counters {
   int64_t most_lately() { return std::exchange(lately_resident_bytes, 0); }
 
   // Absolute numbers, so that an update that an interrupt cut off corrects itself with the next.
-  void set_recomputed(int64_t nbytes) {
-    resident(nbytes - std::exchange(recomputed_bytes, nbytes));
+  void set_in_use(int64_t nbytes) {
+    resident(nbytes - std::exchange(in_use_bytes, nbytes));
   }
   void set_reserved(int64_t nbytes) { resident(nbytes - std::exchange(reserved_bytes, nbytes)); }
   void set_made(int64_t nbytes) { resident(nbytes - std::exchange(made_bytes, nbytes)); }
@@ -66,7 +66,7 @@ struct Counters {
     Counters fresh;
     fresh.resident_bytes = fresh.peak_resident_bytes = resident_bytes;
     fresh.away_bytes = fresh.peak_away_bytes = away_bytes;
-    fresh.recomputed_bytes = recomputed_bytes;
+    fresh.in_use_bytes = in_use_bytes;
     fresh.reserved_bytes = reserved_bytes;
     fresh.made_bytes = made_bytes;
     *this = fresh;

@@ -88,6 +88,9 @@ StorageRefPtr Engine::demand(const EntryPtr& entry) {
     }
     storage = or_lost([&] { return entry->bring(); });
     arrival = entry->arrival();
+    if (is_directed) {
+      planning.sweep_in_use();  // what recipes have read in between
+    }
     if (entry->iteration()) {
       look_ahead(entry);
     }

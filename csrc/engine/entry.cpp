@@ -251,12 +251,13 @@ bool Entry::hold_if_alive() {
   }
   storage_ = std::move(held);
   readings_left_ = handles_;
+  engine_->planning.hold_again(identity_->key());
   residence_->count_resident(true);
   return true;
 }
 
 // Whoever uses the storage holds it from here on, and the entry does not: it is away, or leaving
-// again where its send may be under way. One that could not be sent stays.
+// again where its send may be under way. One that could not be sent stays. See [Note: In use].
 void Entry::drop_storage() {
   const bool sent = fetched_ || notice_sent();
   if (!away_) {  // the send has failed: the storage stays
@@ -264,10 +265,13 @@ void Entry::drop_storage() {
   }
   const StorageRefPtr dropped = std::exchange(storage_, nullptr);
   move(sent ? State::kAway : State::kLeaving);
-  if (sent) {
-    residence_->count_resident(false);
-  } else {
+  if (!sent) {
     engine_->departing.add(this);
+    return;
+  }
+  residence_->count_resident(false);
+  if (dropped.use_count() > 1 || dropped->storage.use_count() > 1) {
+    engine_->planning.count_in_use(*this);
   }
 }
 

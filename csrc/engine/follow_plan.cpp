@@ -64,7 +64,7 @@ std::optional<SaveResult> Engine::follow_plan(const Offer& offer, FoundRecipe& r
   }
   departing.notice_some();
   learn();
-  planning.sweep_recomputed();
+  planning.sweep_in_use();
   of->look_at_released();
   ++offer.scope.ordinal;
   if (*place->action == Action::kRecompute) {

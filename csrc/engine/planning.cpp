@@ -10,7 +10,14 @@
 
 namespace memswap {
 
-Planning::Planning(Engine& engine) : engine_(engine), recomputed_(engine.ledger.counters) {}
+Planning::Planning(Engine& engine) : engine_(engine), in_use_(engine.ledger.counters) {}
+
+void Planning::set_directed(bool directed) {
+  directed_ = directed;
+  if (!directed) {  // nobody looks any more which of them are gone
+    in_use_.clear();
+  }
+}
 
 // The peak of an iteration counts what is resident now, and so many bytes more.
 void Planning::note_peak(Iteration& of, int64_t more_bytes) const {
@@ -60,7 +67,7 @@ void Planning::after_save(const EntryPtr& entry) {
   }
   if (of->recorder()) {
     of->recorder()->saved(entry);
-    of->recorder()->recomputed(recomputed_.nbytes());
+    of->recorder()->recomputed(in_use_.others_nbytes());
   }
 }
 
@@ -72,7 +79,7 @@ std::optional<int64_t> Planning::extend_streak() {
   if (!streak_ || !streak_->extend(engine_.iteration())) {
     return std::nullopt;
   }
-  sweep_recomputed(streak_->in_flight() > 1);
+  sweep_in_use(streak_->in_flight() > 1);
   return streak_->terms.leaving_bytes;
 }
 
@@ -88,7 +95,7 @@ std::optional<Streak::Seen> Planning::end_streak() {
 void Planning::before_demand(const EntryPtr& entry) {
   const IterationPtr& of = entry->iteration();
   backward_ = of;
-  recomputed_.sweep();
+  in_use_.sweep();
   if (!of->began_backward()) {
     of->course.begin_backward(of->size(), engine_.ledger.counters.away_bytes);
   }
@@ -107,8 +114,7 @@ void Planning::after_demand(const EntryPtr& entry) {
     const Locked locked(engine_.lock);
     recorded = of.recorder() != nullptr;
     if (of.course.follows_plan()) {
-      // A storage that every save has seen counts as away, but its last consumer still holds it.
-      note_peak(of, entry->state() == State::kAway ? entry->nbytes() : 0);
+      note_peak(of);
       const Plan::Place* const place = of.course.place(entry->index());
       departs = place != nullptr && place->departs;
     }
@@ -125,23 +131,27 @@ void Planning::after_demand(const EntryPtr& entry) {
     if (of.returns_as_planned()) {
       of.recorder()->returning(of, of.course.place(entry->index())->fetches);
     }
-    of.recorder()->recomputed(recomputed_.nbytes());
+    of.recorder()->recomputed(in_use_.others_nbytes());
   }
 }
 
 void Planning::count_recomputed(const StorageRef& storage) {
   const void* const key = storage.storage.unsafeGetStorageImpl();
-  if (!engine_.ledger.counts(key) && recomputed_.add(storage) && backward_) {
+  if (!engine_.ledger.counts(key) && in_use_.add(storage) && backward_) {
     note_peak(*backward_);
     if (backward_->recorder()) {
-      backward_->recorder()->recomputed(recomputed_.nbytes());
+      backward_->recorder()->recomputed(in_use_.others_nbytes());
     }
   }
 }
 
-void Planning::sweep_recomputed(bool in_flight) {
-  in_flight ? recomputed_.sweep() : recomputed_.clear();
+void Planning::count_in_use(Entry& entry) {
+  if (directed_ && entry.iteration()) {
+    in_use_.add(entry);
+  }
 }
+
+void Planning::sweep_in_use(bool in_flight) { in_flight ? in_use_.sweep() : in_use_.clear(); }
 
 void Planning::count_made(int64_t nbytes) {
   engine_.ledger.counters.set_made(nbytes);

@@ -8,8 +8,8 @@
 #include <optional>
 
 #include "entry.h"
+#include "in_use.h"
 #include "iteration.h"
-#include "recomputed.h"
 #include "storage/storage.h"
 #include "streak.h"
 
@@ -24,7 +24,7 @@ class Planning {
 
   // Whether somebody directs what leaves. If nobody does, none of what is below is called.
   bool directed() const { return directed_; }
-  void set_directed(bool directed) { directed_ = directed; }
+  void set_directed(bool directed);
   // Whoever directs plans with what recipes would have saved for themselves.
   bool plans_sources() const { return plans_sources_; }
   void set_plans_sources(bool plans) { plans_sources_ = plans; }
@@ -53,12 +53,16 @@ class Planning {
   // behind its frame's way to a pool: for a caller who needs the room.
   void make_room(Iteration& of, size_t index);
 
-  // --- what is there beside entries, and beside operators ---
+  // --- what is there that entries do not hold, and beside operators ---
 
   // A recomputed unit has saved a storage, in backward. Those of entries are counted already.
   void count_recomputed(const StorageRef& storage);
-  // Takes such storages off the books that are gone; all of them, where nothing is in flight.
-  void sweep_recomputed(bool in_flight = true);
+  // An entry has let go of its storage, which somebody else holds ([Note: In use]); or it holds the
+  // storage of this key again.
+  void count_in_use(Entry& entry);
+  void hold_again(const void* key) { in_use_.remove(key); }
+  // Takes off the books what operators held, and is gone; all of it, where nothing is in flight.
+  void sweep_in_use(bool in_flight = true);
   // A recipe that runs has made so many bytes, which its entry does not have yet.
   void count_made(int64_t nbytes);
   // An operator of so many seconds is about to be launched; codec work may run beside it.
@@ -72,7 +76,7 @@ class Planning {
   bool directed_ = false;
   bool plans_sources_ = false;
   IterationPtr backward_;  // whose backward runs
-  Recomputed recomputed_;
+  InUse in_use_;
   std::optional<Streak> streak_;
 };
 

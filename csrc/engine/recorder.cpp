@@ -11,6 +11,13 @@ namespace {
 // Storages that one operator asks for in a row.
 constexpr int32_t kMostAsked = 8;
 
+// Whether operators are seen to hold a storage that backward was given. What its entry holds, or a
+// send, may be held for that alone.
+bool is_in_use(const Entry& entry) {
+  return !entry.storage() && entry.state() != State::kLeaving && !entry.identity().expired() &&
+         !entry.held_by_handles_only();
+}
+
 // What was taken down of the first `saves` storages when they were chosen: the save of one that
 // came after them broke off.
 void cut(IterationRecord& columns, size_t saves) {
@@ -193,8 +200,9 @@ size_t Recorder::unit_number(std::string_view unit) {
 }
 
 // Notices which storages the graph has let go of since the last mark. An operator that saved
-// several storages asks for one after another and uses them together. A graph that is retained, or
-// the frame of a checkpoint region, has them for longer.
+// several storages asks for one after another and uses them together; the recomputation of a
+// checkpoint region may hold what it was given for longer ([Note: In use] in in_use.h). A graph that
+// is retained, or the frame of a region, has storages for longer than anybody uses them.
 void Recorder::look_at_served() {
   const int32_t mark = next_mark();
   std::erase_if(served_, [&](size_t index) {
@@ -206,7 +214,7 @@ void Recorder::look_at_served() {
     }
     seen.kept_until = mark;
     seen.look_at_use(*entry);
-    if (!seen.used_up && seen.marks_since < kMostAsked) {
+    if (!seen.used_up && (seen.marks_since < kMostAsked || is_in_use(*entry))) {
       seen.last_demand = mark;
     }
     ++seen.marks_since;

@@ -75,7 +75,7 @@ class Recorder {
   }
   // An operator of so many seconds is about to be launched, and codec work may run beside it.
   void window(double seconds);
-  // So many bytes are there of what recomputed units have saved again.
+  // So many bytes are there of what recomputed units have saved again, and that is no entry's.
   void recomputed(int64_t nbytes);
   // A checkpoint region that is off is called (RegionCalls::add).
   void region(std::string unit, const std::vector<at::Tensor>& inputs, const Iteration& of,

@@ -170,7 +170,7 @@ Action Engine::default_action(const Transfers& by) {
 
 SaveResult Engine::decide(const Offer& offer, FoundRecipe recipe) {
   if (planning.directed()) {
-    planning.sweep_recomputed();
+    planning.sweep_in_use();
   }
   const HookScope& scope = offer.scope;
   std::optional<Action> action = scope.action ? scope.action : policy_.action;

@@ -151,7 +151,7 @@ def counting(engine: Engine, fn: Callable[..., Any]) -> Callable[..., Any]:
     """The function of a region, so that what it saves in backward counts as resident.
 
     Torch holds these storages; the engine looks through them at each mark
-    (csrc/engine/recomputed.h).
+    (csrc/engine/in_use.h).
 
     Args:
         engine: whose ledger counts them.

@@ -128,7 +128,7 @@ class BudgetDirector(Director):
     def look(self) -> None:
         """Notice what is gone, without a mark."""
         with self._engine.lock:
-            self._engine.planning.sweep_recomputed(True)
+            self._engine.planning.sweep_in_use(True)
 
     def wait(self) -> None:
         """Have what the steps so far show planned with, and wait for that.
@@ -355,7 +355,7 @@ class BudgetDirector(Director):
         for one in self._in_flight:
             (waiting if one.iteration.mostly_alive else ended).append(one)
         self._in_flight = waiting
-        self._engine.planning.sweep_recomputed(bool(waiting))
+        self._engine.planning.sweep_in_use(bool(waiting))
         for one in ended:
             one.end()
             if self._device is not None and (workspace := one.workspace) is not None:

@@ -217,7 +217,7 @@ TEST_F(Records, WhatRegionsSaveAgainCountsFromItsMarkOn) {
   EXPECT_EQ(engine->ledger.counters.resident_bytes, before + 500) << "it counts twice";
   recomputed.reset();
   engine->demand(first);
-  EXPECT_EQ(engine->ledger.counters.recomputed_bytes, 0) << "it is gone, and on the books";
+  EXPECT_EQ(engine->ledger.counters.in_use_bytes, 0) << "it is gone, and on the books";
   EXPECT_EQ(taken()->extra_nbytes, (std::vector<int64_t>{0, 0, 500, 0}));
 }
 
@@ -233,6 +233,78 @@ TEST_F(Records, WhatRegionsSaveOfEntriesIsCountedAlready) {
   ASSERT_TRUE(entry->fetched() && entry->storage());
   engine->planning.count_recomputed(*back);
   EXPECT_EQ(engine->ledger.counters.resident_bytes, before);
+}
+
+// What operators hold of storages that came back.
+class StoragesInUse : public Records {
+ protected:
+  // So many storages that are gone.
+  std::vector<EntryPtr> away(int count) {
+    direct(lane);
+    std::vector<EntryPtr> entries;
+    for (int times = 0; times < count; ++times) {
+      entries.push_back(save(bytes()));
+      lane->sends.back()->storage.reset();
+      lane->sends.back()->said_done = true;
+    }
+    const Locked locked(engine->lock);
+    engine->departing.notice_gone();
+    return entries;
+  }
+  int64_t resident() const { return engine->ledger.counters.resident_bytes; }
+};
+
+TEST_F(StoragesInUse, CountsUntilItIsGone) {
+  const std::vector<EntryPtr> entries = away(3);
+  ASSERT_EQ(resident(), 0);
+  StorageRefPtr first = engine->demand(entries[0]);
+  ASSERT_EQ(entries[0]->state(), State::kAway);
+  EXPECT_EQ(resident(), kBytes) << "an operator holds it";
+  const StorageRefPtr second = engine->demand(entries[1]);
+  EXPECT_EQ(resident(), 2 * kBytes);
+  first.reset();
+  engine->demand(entries[2]);
+  EXPECT_EQ(resident(), 2 * kBytes) << "the first one is gone, the last one has come";
+  EXPECT_TRUE(taken()->extra_nbytes.empty()) << "a plan has storages of entries already";
+}
+
+TEST_F(StoragesInUse, CountsOnceThoughItIsAskedForAgainAndSavedAgain) {
+  const std::vector<EntryPtr> entries = away(1);
+  const StorageRefPtr held = engine->demand(entries[0]);
+  engine->demand(entries[0]);
+  EXPECT_EQ(resident(), kBytes);
+  const Locked locked(engine->lock);
+  engine->planning.count_recomputed(*held);
+  EXPECT_EQ(resident(), kBytes);
+  EXPECT_EQ(engine->ledger.counters.peak_resident_bytes, kBytes);
+}
+
+TEST_F(StoragesInUse, CountsNoMoreOnceItsGraphHasGone) {
+  std::vector<EntryPtr> entries = away(2);
+  const StorageRefPtr somebodys = engine->demand(entries[0]);
+  entries[0].reset();
+  engine->demand(entries[1]);
+  EXPECT_EQ(resident(), kBytes);
+}
+
+TEST_F(StoragesInUse, CountsNoMoreWhereNobodyDirects) {
+  const std::vector<EntryPtr> entries = away(1);
+  const StorageRefPtr held = engine->demand(entries[0]);
+  engine->planning.set_directed(false);
+  EXPECT_EQ(resident(), 0);
+}
+
+TEST_F(StoragesInUse, ARecordFollowsItForAsLongAsItIsHeld) {
+  constexpr int kMany = 16, kHeldFor = 14;
+  const std::vector<EntryPtr> entries = away(kMany);
+  StorageRefPtr held = engine->demand(entries[0]);
+  for (int mark = 1; mark < kMany; ++mark) {
+    if (mark == kHeldFor) {
+      held.reset();
+    }
+    engine->demand(entries[mark]);
+  }
+  EXPECT_EQ(taken()->last_demand[0], kMany + kHeldFor - 1);
 }
 
 TEST_F(Records, ARegionIsKnownByWhatItIsCalledWith) {
