@@ -199,8 +199,9 @@ SaveResult Engine::decide(const Offer& offer, FoundRecipe recipe) {
   if (!planning.directed()) {
     return admit(offer, by, {.action = wanted});
   }
-  const bool may_learn =
-      recipes_ && (wanted == Action::kRecompute || (!policy_.action && !policy_.asks));
+  // What a region saves is what its user does not want to run again.
+  const bool may_learn = recipes_ && !offer.scope.group &&
+                         (wanted == Action::kRecompute || (!policy_.action && !policy_.asks));
   if (wanted == Action::kRecompute) {
     wanted = by->traits.without_recipe;
   }

@@ -6,8 +6,16 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoint_helpers import DOUBLE, LEAVE, CheckpointPolicy, double, policy_of
-from helpers import Stack, assert_released, assert_same_gradients, new_input, new_stack, train_step
+from checkpoint_helpers import DOUBLE, LEAVE, CheckpointPolicy, aten, double, policy_of, runs
+from helpers import (
+    Stack,
+    assert_released,
+    assert_same_gradients,
+    let_sends_end,
+    new_input,
+    new_stack,
+    train_step,
+)
 from torch import nn
 
 import memswap
@@ -91,7 +99,7 @@ def test_what_recomputed_operators_hold_counts_for_as_long_as_they_do(device, ne
     for counted, alive in one.seen:
         assert counted >= alive, f"{alive - counted} bytes are in use, and on no account"
     storage_bytes = one.x.numel() * one.x.element_size()
-    most = max(alive for _, alive in one.seen)
+    most = max(alive for _, alive in one.seen[-DEPTH * SAVED :])  # in a step under the plan
     assert most >= (SAVED - 1) * storage_bytes, "nothing is in use for long: the test shows nothing"
     plan = one.manager.plan
     assert most <= plan.measured_peak_bytes <= plan.peak_bytes
@@ -110,3 +118,122 @@ def test_what_is_gone_counts_no_more(device, new_pool):
         assert counted - alive <= SAVED * storage_bytes
     assert one.manager.stats().resident_bytes == 0
     one.remove()
+
+
+# --- what a policy prefers to save, which a plan may move ---
+
+
+def test_a_plan_moves_what_a_policy_prefers_to_save_and_nothing_runs_again(device, new_pool):
+    """Exactly within its budget, though all of a region's outputs come back at once."""
+    plain, decision = plain_gradients(device), CheckpointPolicy.PREFER_SAVE
+    kept = Chains(device, new_pool(), "1GiB", decision)
+    plan = kept.steps(plain, 6)
+    assert plan.moved_bytes == 0, "with room for everything something moves"
+    kept.remove()
+    storage_bytes = kept.x.numel() * kept.x.element_size()
+    # Beside a region's own outputs and input there is room for a few of the others.
+    pool, budget = new_pool(), (SAVED + 6) * storage_bytes
+    assert budget < plan.kept_peak_bytes
+    one = Chains(device, pool, budget, decision)
+    one.steps(plain, 7)
+    runs.clear()
+    one.seen.clear()
+    one.manager.reset_stats()
+    plan = one.steps(plain, 2)
+    assert len(runs) == 2 * DEPTH * SAVED, "an operator whose output was saved ran again"
+    assert plan.moved_bytes > 0 and one.manager.stats().moved_storages > 0
+    assert plan.over_budget_bytes == 0
+    most = max(alive for _, alive in one.seen)
+    assert most > SAVED * storage_bytes, "nothing is in use for long: the test shows nothing"
+    assert most <= plan.measured_peak_bytes <= plan.peak_bytes <= budget
+    assert plan.peak_bytes - most <= 2 * storage_bytes, "the prediction is far off"
+    one.remove()
+    assert_released(one.manager, pool)
+
+
+def test_no_plan_recomputes_what_a_policy_prefers_to_save(device, new_pool):
+    """Cheap operators too, which a plan may otherwise run again as recipes."""
+    model, x = cosines(device), new_input(device)
+    plain = train_step(model, lambda: model(x))
+    policy_fn = policy_of(CheckpointPolicy.PREFER_SAVE, [aten.cos.default])
+    regions = memswap.checkpoint_module(model.layers, policy_fn=policy_fn)
+    policy = memswap.Policy(min_bytes=1)
+    with memswap.manage(
+        model.layers, policy, pool=new_pool(), budget="75%", rates=FAST
+    ) as manager:
+        for _ in range(8):
+            assert_same_gradients(train_step(model, lambda: model(x)), plain)
+        plan = manager.plan
+        assert plan.moved_bytes > 0 and "recomputed" not in str(plan)
+        assert manager.stats().recipe_storages == 0
+    regions.remove()
+
+
+class Cosines(nn.Module):
+    """Cheap operators, whose outputs the next ones save."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(SAVED):
+            x = x.cos().sin()
+        return x
+
+
+def cosines(device: torch.device) -> Stack:
+    model = new_stack(device, depth=0)
+    model.layers.extend(Cosines() for _ in range(DEPTH))
+    return model
+
+
+class Edited(Chained):
+    """Edits one of its outputs in place, once that has been used."""
+
+    def __init__(self, seen: list[tuple[int, int]], before: Any) -> None:
+        super().__init__(seen)
+        self.before = before
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        doubled = double(x.sin())
+        hidden = super().forward(doubled.cos())
+        self.before()
+        with torch.no_grad():
+            doubled.mul_(0)
+        return hidden
+
+
+def test_an_edit_of_what_a_plan_has_moved_runs_the_operator_again(device, new_pool):
+    """As autograd would use what is there now, and so does the recomputation."""
+
+    def edited(before: Any) -> Stack:
+        model = new_stack(device, depth=0)
+        model.layers.extend(Edited([], before) for _ in range(DEPTH))
+        return model
+
+    x = new_input(device)
+
+    def sends_end() -> None:
+        """The copy would race with the edit, though nobody will read its bytes."""
+        let_sends_end(manager, device)
+
+    # An edit in place of what backward needs is an error without regions.
+    unedited = new_stack(device, depth=0)
+    unedited.layers.extend(Unedited([]) for _ in range(DEPTH))
+    plain = train_step(unedited, lambda: unedited(x))
+    model = edited(sends_end)
+    policy_fn = policy_of(CheckpointPolicy.PREFER_SAVE, [DOUBLE])
+    regions = memswap.checkpoint_module(model.layers, policy_fn=policy_fn)
+    manager = memswap.manage(model.layers, SWAP, pool=new_pool(), budget="70%", rates=FAST)
+    runs.clear()
+    for _ in range(7):
+        assert_same_gradients(train_step(model, lambda: model(x)), plain)
+    forward, again = DEPTH * (SAVED + 1), DEPTH
+    assert len(runs) == 7 * (forward + again), "other operators than the edited ones ran again"
+    assert manager.stats().moved_storages > DEPTH, "nothing that was edited had left"
+    manager.remove()
+    regions.remove()
+
+
+class Unedited(Chained):
+    """The same without the edit."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(double(x.sin()).cos())

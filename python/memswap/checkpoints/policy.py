@@ -21,7 +21,8 @@ class CheckpointPolicy(enum.Enum):
     MUST_SAVE = 0
     """Stays on the device; the operator does not run again."""
     PREFER_SAVE = 1
-    """The same, but where the output was edited in place later the operator does run again."""
+    """The same, but under a budget the plan says how the output waits, and where it was edited in
+    place later the operator does run again."""
     MUST_RECOMPUTE = 2
     """Is dropped; the operator runs again in backward."""
     PREFER_RECOMPUTE = 3

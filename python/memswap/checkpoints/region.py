@@ -94,7 +94,7 @@ class Region:
         if not written and shares_storage(output, (args, kwargs)):
             return
         reason = "collective" if is_collective(op) else "written in place" if written else ""
-        wanted = _ACTIONS.get(policy, Action.KEEP)
+        wanted = self._action_of(policy)
         refused = reason if wanted is not Action.KEEP else ""
         self._pack_with(Action.KEEP if reason else wanted, refused)
         self._why_written = refused
@@ -139,8 +139,19 @@ class Region:
             for call in self._holders.pop(native.storage_key(part), (None, ()))[1]:
                 call.overwritten = True
 
-    def _pack_with(self, action: Action, refused: str) -> None:
-        """What is packed next leaves so, or stays; `refused`: why it does so against the policy."""
+    def _action_of(self, policy: CheckpointPolicy) -> Action | None:
+        """What is done with an output; None: what the plan says that counts it."""
+        if policy is CheckpointPolicy.PREFER_SAVE and self.scope.engine.planning.directed:
+            return None
+        return _ACTIONS.get(policy, Action.KEEP)
+
+    def _pack_with(self, action: Action | None, refused: str) -> None:
+        """What is packed next leaves so, or stays; `refused`: why it does so against the policy.
+
+        Args:
+            action: of the scope; None: what a plan says.
+            refused: empty where the policy says so itself.
+        """
         self.scope.action, self.scope.why_kept = action, refused or "policy"
 
 
