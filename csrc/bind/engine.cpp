@@ -187,10 +187,10 @@ void bind_engine(py::module_& module) {
   bind_ledger(module);
   bind_windows(module);
   bind_recipes(module);
-  py::class_<Lock>(module, "Lock")
-      .def(py::init<>())
-      .def("__enter__", &Lock::lock)
-      .def("__exit__", [](Lock& lock, const py::args&) { lock.unlock(); });
+  py::class_<Lock>(module, "Lock").def("run", [](Lock& self, py::object work, py::args args) {
+    const Locked locked(self);
+    return work(*args);
+  });
   py::native_enum<Schedule>(module, "Schedule", "enum.Enum")
       .value("ITERATIONS", Schedule::kIterations)
       .value("WINDOWS", Schedule::kWindows)

@@ -233,7 +233,7 @@ bool has_to_wait(const Scope& scope, PyObject* tensor, const SavedView& view) {
          (!scope.outer.is_none() || !scope.engine->is_small(view));
 }
 
-// The handle of a plain tensor. The lock is held.
+// The handle of a plain tensor. The lock is held, but not while the user's function is asked.
 py::object save(Scope& scope, PyObject* tensor, SavedView&& view) {
   SaveResult saved = scope.engine->save(
       {THPVariable_Unpack(tensor), view, scope, scope.packs, scope.batch_or_null()});
@@ -276,11 +276,11 @@ void pack_waiting(py::handle self, Scope& scope) {
 py::object pack_plain(py::handle self, Scope& scope, py::handle object, SavedView&& view) {
   Engine& engine = *scope.engine;
   const at::Tensor& tensor = THPVariable_Unpack(object.ptr());
-  const Locked locked(engine.lock);
-  engine.ledger.counters.offer(static_cast<int64_t>(view.nbytes()));
   // A frozen parameter that nobody has named is known by its class.
   const bool persists = engine.persists(view) || (is_of_subclass(object.ptr(), tensor) &&
                                                   self.attr("is_frozen")(object).cast<bool>());
+  const Locked locked(engine.lock);
+  engine.ledger.counters.offer(static_cast<int64_t>(view.nbytes()));
   if (const Reason reason = persists ? reasons::kParameter : why_fixed(view)) {
     engine.keep(view, reason);
     return kept_handle(object.ptr(), view.version(), nullptr, scope.owner.ptr());

@@ -271,26 +271,34 @@ void Batch::join(const EntryPtr& entry) {
 }
 
 void Batch::notice_demand(const EntryPtr& entry) {
+  bool missing = false;
+  {
+    const Locked locked(engine_->lock);
+    if (!first_in_backward(*entry)) {
+      return;
+    }
+    missing = !entry->storage() && entry->identity().expired();
+  }
+  if (on_demand) {
+    on_demand();
+  }
   const Locked locked(engine_->lock);
-  const bool missing = !entry->storage() && entry->identity().expired();
-  reached_by_backward(*entry);
   if (missing && entry->storage()) {
     ++engine_->ledger.counters.stalls;  // it was asked for only now, together with others
   }
 }
 
-void Batch::reached_by_backward(const Entry& entry) {
+// Whether a backward pass demands something of the batch for the first time.
+bool Batch::first_in_backward(const Entry& entry) {
   const int number = number_of_backward();
   if (read_by_ == number) {
-    return;
+    return false;
   }
   read_by_ = number;
   if (entry.state() == State::kAway && entry.fetched() && !entry.away()->recomputes()) {
     phase_ = Phase::kOffloaded;  // every save has seen it: it has been let go of
   }
-  if (on_demand) {
-    on_demand();
-  }
+  return true;
 }
 
 void Batch::check_open(const char* call) const {

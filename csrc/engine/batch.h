@@ -92,20 +92,20 @@ class Batch : public std::enable_shared_from_this<Batch> {
 
   // An entry was saved by the block of this batch. The caller holds the engine's lock.
   void join(const EntryPtr& entry);
-  // A save of this batch is about to be demanded.
+  // A save of this batch is about to be demanded. Takes the lock, unlike `join`.
   void notice_demand(const EntryPtr& entry);
 
   const std::string name;
   const IterationPtr iteration;
-  // Called, under the engine's lock, when a backward pass first demands one of its storages; once,
-  // also if it raises.
+  // Called, without the engine's lock, when a backward pass first demands one of its storages;
+  // once, also if it raises.
   std::function<void()> on_demand;
 
  private:
   void send_all();
   void fetch_all(int64_t readings);
   std::vector<EntryPtr> living() const;
-  void reached_by_backward(const Entry& entry);
+  bool first_in_backward(const Entry& entry);
   void check_open(const char* call) const;
   [[noreturn]] void refuse(const char* call, const char* found, const char* expected) const;
 

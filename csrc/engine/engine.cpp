@@ -75,56 +75,54 @@ void Engine::look_ahead(const EntryPtr& entry) {
   of->at_peak.demanded(entry->index(), ledger.counters.most_lately());
 }
 
-StorageRefPtr Engine::demand(const EntryPtr& entry) {
-  bool is_directed = false;
-  StorageRefPtr storage;
-  TicketPtr arrival;
-  {
-    const Locked locked(lock);
-    learn();
-    is_directed = planning.directed() && entry->iteration();
-    if (is_directed) {
-      planning.before_demand(entry);
-    }
-    storage = or_lost([&] { return entry->bring(); });
-    arrival = entry->arrival();
-    if (is_directed) {
-      planning.sweep_in_use();  // what recipes have read in between
-    }
-    if (entry->iteration()) {
-      look_ahead(entry);
-    }
+StorageRefPtr Engine::demand_by(Caller caller, const EntryPtr& entry) {
+  LockedFor locked(lock, caller);
+  learn();
+  const bool is_directed = planning.directed() && entry->iteration();
+  if (is_directed) {
+    planning.before_demand(entry);
+  }
+  StorageRefPtr storage = or_lost([&] { return entry->bring(); });
+  const TicketPtr arrival = entry->arrival();
+  if (is_directed) {
+    planning.sweep_in_use();  // what recipes have read in between
+  }
+  if (entry->iteration()) {
+    look_ahead(entry);
   }
   if (arrival) {
-    const double waited_s = or_lost([&] { return wait(*arrival); });
-    const Locked locked(lock);
+    double waited_s = 0;
+    locked.aside([&] { waited_s = or_lost([&] { return wait(*arrival); }); });
     ledger.counters.exposed_wait_s += waited_s;
   }
-  tell_trial(*entry);
-  if (is_directed) {
-    planning.after_demand(entry);
-  }
+  after_demand(entry, is_directed, locked);
   return storage;
 }
 
-void Engine::demand_kept(const EntryPtr& entry) {
-  bool is_directed = false;
-  {
-    const Locked locked(lock);
-    if (!entry->iteration()) {
-      return;
-    }
-    is_directed = planning.directed();
-    if (is_directed) {
-      planning.before_demand(entry);
-    }
-    entry->iteration()->look_at_never_freed(*entry);
-    look_ahead(entry);
+void Engine::demand_kept_by(Caller caller, const EntryPtr& entry) {
+  LockedFor locked(lock, caller);
+  if (!entry->iteration()) {
+    return;
   }
-  tell_trial(*entry);
+  const bool is_directed = planning.directed();
   if (is_directed) {
-    planning.after_demand(entry);
+    planning.before_demand(entry);
   }
+  entry->iteration()->look_at_never_freed(*entry);
+  look_ahead(entry);
+  after_demand(entry, is_directed, locked);
+}
+
+// Backward has the storage, in stream order.
+void Engine::after_demand(const EntryPtr& entry, bool is_directed, LockedFor& locked) {
+  tell_trial(*entry);
+  if (!is_directed) {
+    return;
+  }
+  if (planning.after_demand(entry)) {
+    locked.aside([&] { entry->release_frame(); });
+  }
+  planning.record_demand(entry);
 }
 
 void Engine::tell() {

@@ -136,7 +136,8 @@ class Engine : public std::enable_shared_from_this<Engine> {
 
   // --- save (save.cpp). The caller holds the lock, and the GIL where there is Python. ---
 
-  // A plain tensor is saved.
+  // A plain tensor is saved. Where the policy asks a function of the user's, the caller does not
+  // hold the lock meanwhile.
   SaveResult save(const Offer& offer);
   // Whether a storage is too small for the policy.
   bool is_small(const SavedView& view) const {
@@ -166,12 +167,14 @@ class Engine : public std::enable_shared_from_this<Engine> {
   // Takes in what encoders have reported by now, of each device in the order of their encodes.
   void learn();
 
-  // --- demand (engine.cpp). None has the lock while it waits, or while the user is warned. ---
+  // --- demand (engine.cpp). Unless the caller has the lock, as a recipe that reads has, nobody has
+  // it while a demand waits. Nobody has it while the user is warned. ---
 
   // The storage of an entry, ordered before what the caller does next. Throws LostBytes.
-  StorageRefPtr demand(const EntryPtr& entry);
+  StorageRefPtr demand(const EntryPtr& entry) { return demand_by(Caller::kHasNoLock, entry); }
+  StorageRefPtr demand_by(Caller caller, const EntryPtr& entry);
   // A storage that stayed is demanded: what comes next may have to come back.
-  void demand_kept(const EntryPtr& entry);
+  void demand_kept_by(Caller caller, const EntryPtr& entry);
   // Warns of what there is to tell by now ([Note: Warnings come last] in ledger.h).
   void tell();
 
@@ -191,9 +194,11 @@ class Engine : public std::enable_shared_from_this<Engine> {
   // As the plan of the current iteration says, where it expects just this storage. Nothing: it does
   // not, and nothing has happened, but that its recipe may have been looked for.
   std::optional<SaveResult> follow_plan(const Offer& offer, FoundRecipe& recipe);
-  SaveResult look_up(const Offer& offer, const FoundRecipe& recipe);
+  // Nothing: the storage is new, and something is to be decided about it.
+  std::optional<SaveResult> look_up(const Offer& offer);
   SaveResult save_again(const Offer& offer, const KnownPtr& known);
-  SaveResult decide(const Offer& offer, FoundRecipe recipe);
+  std::optional<Action> ask(const Offer& offer);
+  SaveResult decide(const Offer& offer, std::optional<Action> action, FoundRecipe recipe);
   // What is done with a new storage.
   struct Decision {
     Action action;
@@ -227,6 +232,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
     return windows != nullptr && sender.works_ahead();
   }
   void look_ahead(const EntryPtr& entry);
+  void after_demand(const EntryPtr& entry, bool is_directed, LockedFor& locked);
 
   const std::unique_ptr<EngineHost> host_;
   PolicyTable policy_;

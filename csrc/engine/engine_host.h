@@ -13,8 +13,9 @@ namespace memswap {
 class Engine;
 struct Offer;
 
-// The questions that data cannot answer. None is asked about a storage that a plan expects. The
-// engine's lock is held.
+// The questions that data cannot answer. None is asked about a storage that a plan expects. Each
+// but `decide` is asked with the engine's lock held, and may call nothing that takes it
+// ([Note: The engine's lock and the GIL] in lock.h).
 class EngineHost {
  public:
   EngineHost() = default;
@@ -22,7 +23,8 @@ class EngineHost {
   EngineHost& operator=(const EngineHost&) = delete;
   virtual ~EngineHost() = default;
 
-  // A function of the user's says what is done with a storage. Nothing: what suits the device.
+  // A function of the user's says what is done with a storage. Nothing: what suits the device. The
+  // lock is not held: that function may do whatever it likes.
   virtual std::optional<Action> decide(Engine& engine, const Offer& offer) = 0;
   // Under a budget, what is done with a storage that is about to be saved. Nothing: `action`.
   virtual std::optional<Action> direct(Engine& engine, const Offer& offer, Action action) = 0;

@@ -381,7 +381,7 @@ void SavedTensor::tell() const {
   }
 }
 
-at::Tensor SavedTensor::unpack() const {
+at::Tensor SavedTensor::unpack(Caller caller) const {
   const EntryPtr of = entry();
   if (stays()) {
     const auto version = static_cast<uint32_t>(tensor_._version());
@@ -389,7 +389,7 @@ at::Tensor SavedTensor::unpack() const {
       throw EditedInPlace(described(tensor_), version, version_);
     }
     if (of) {
-      of->engine()->demand_kept(of);
+      of->engine()->demand_kept_by(caller, of);
     }
     return tensor_;
   }
@@ -397,7 +397,7 @@ at::Tensor SavedTensor::unpack() const {
   if (view.edited()) {
     throw EditedInPlace(view.describe(), view.current_version(), view.version());
   }
-  const StorageRefPtr storage = of->engine()->demand(of);
+  const StorageRefPtr storage = of->engine()->demand_by(caller, of);
   if (of->fetched() && storage->version.current_version() != 0) {
     throw EditedInPlace(view.describe(), view.version() + 1, view.version());
   }

@@ -18,6 +18,7 @@
 #include "away.h"
 #include "departing.h"
 #include "ledger.h"
+#include "lock.h"
 #include "residence.h"
 #include "storage/saved_view.h"
 #include "storage/storage.h"
@@ -258,7 +259,7 @@ class SavedTensor {
 
   // The tensor again, there before what the caller does next on its current stream. Throws
   // EditedInPlace and LostBytes.
-  at::Tensor unpack() const;
+  at::Tensor unpack(Caller caller = Caller::kHasNoLock) const;
 
   // Warns of what its engine has to tell by now, if it has one.
   void tell() const;

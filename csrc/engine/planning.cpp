@@ -107,32 +107,26 @@ void Planning::before_demand(const EntryPtr& entry) {
   }
 }
 
-void Planning::after_demand(const EntryPtr& entry) {
+bool Planning::after_demand(const EntryPtr& entry) const {
   Iteration& of = *entry->iteration();
-  bool departs = false, recorded = false;
-  {
-    const Locked locked(engine_.lock);
-    recorded = of.recorder() != nullptr;
-    if (of.course.follows_plan()) {
-      note_peak(of);
-      const Plan::Place* const place = of.course.place(entry->index());
-      departs = place != nullptr && place->departs;
-    }
+  if (!of.course.follows_plan()) {
+    return false;
   }
-  if (departs) {
-    entry->release_frame();
-  }
-  if (!recorded) {
+  note_peak(of);
+  const Plan::Place* const place = of.course.place(entry->index());
+  return place != nullptr && place->departs;
+}
+
+void Planning::record_demand(const EntryPtr& entry) const {
+  Iteration& of = *entry->iteration();
+  if (!of.recorder()) {
     return;
   }
-  const Locked locked(engine_.lock);
-  if (of.recorder()) {
-    of.recorder()->demanded(*entry);
-    if (of.returns_as_planned()) {
-      of.recorder()->returning(of, of.course.place(entry->index())->fetches);
-    }
-    of.recorder()->recomputed(in_use_.others_nbytes());
+  of.recorder()->demanded(*entry);
+  if (of.returns_as_planned()) {
+    of.recorder()->returning(of, of.course.place(entry->index())->fetches);
   }
+  of.recorder()->recomputed(in_use_.others_nbytes());
 }
 
 void Planning::count_recomputed(const StorageRef& storage) {

@@ -15,7 +15,7 @@
 
 namespace memswap {
 
-// Owned by its engine, whose lock serialises the calls, but for `after_demand`, which takes it.
+// Owned by its engine, whose lock serialises the calls.
 class Planning {
  public:
   explicit Planning(Engine& engine);
@@ -47,8 +47,11 @@ class Planning {
   void after_save(const EntryPtr& entry);
   // Backward asks for a storage of an iteration, and has not waited for it yet.
   void before_demand(const EntryPtr& entry);
-  // Backward has the storage, in stream order.
-  void after_demand(const EntryPtr& entry);
+  // Backward has the storage, in stream order. Whether its frame is to be off the device before
+  // anything else is done (Entry::release_frame).
+  bool after_demand(const EntryPtr& entry) const;
+  // The same, for the iteration's recorder, once that is so.
+  void record_demand(const EntryPtr& entry) const;
   // Orders the caller behind the send of an iteration's storage, if it is leaving or waits to, and
   // behind its frame's way to a pool: for a caller who needs the room.
   void make_room(Iteration& of, size_t index);

@@ -15,7 +15,8 @@
 
 namespace memswap {
 
-// What a recipe reads: a tensor that the engine keeps for it, wherever its bytes are.
+// What a recipe reads: a tensor that the engine keeps for it, wherever its bytes are. Whoever asks
+// has the engine's lock, and keeps it.
 class Source {
  public:
   virtual ~Source() = default;

@@ -17,7 +17,8 @@ namespace memswap {
 // How often recipes were run. Shared by the forms of one engine.
 using RecipeRuns = std::shared_ptr<std::atomic<int64_t>>;
 
-// Runs a function while nobody else works with the entries of an engine.
+// Runs a function while nobody else works with the entries of an engine. For who is not serialised
+// yet (RecipeHost::serialise).
 using Serialised = std::function<void(const std::function<void()>&)>;
 
 // [Note: An edit of what a recipe reads]

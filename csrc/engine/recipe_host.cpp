@@ -48,14 +48,11 @@ class SavedSource final : public Source {
   at::Tensor tensor() override {
     const WithGil gil;
     if (!entry_) {
-      return saved_->unpack();
+      return saved_->unpack(Caller::kHasLock);
     }
-    {
-      const Locked locked(entry_->engine()->lock);
-      entry_->use();
-    }
+    entry_->use();
     try {
-      return saved_->unpack();
+      return saved_->unpack(Caller::kHasLock);
     } catch (...) {
       used();
       throw;
@@ -65,7 +62,6 @@ class SavedSource final : public Source {
   void used() override {
     if (entry_) {
       const WithGil gil;
-      const Locked locked(entry_->engine()->lock);
       entry_->used();
     }
   }
@@ -75,7 +71,6 @@ class SavedSource final : public Source {
       return saved_->tensor();
     }
     const WithGil gil;
-    const Locked locked(entry_->engine()->lock);
     // Who looks may be about to edit the tensor: after its bytes have been read.
     if (entry_->departure()) {
       wait_ignoring_failure(entry_->departure());
@@ -196,14 +191,18 @@ SourcePtr EngineRecipeHost::save(const KnownTensor& tensor) {
   if (engine()->planning.directed() && !in.course.follows_plan() && !in.recorder()) {
     return nullptr;
   }
-  HookScope scope = offer_->scope;
+  const Offer& offer = *offer_;
+  HookScope scope = offer.scope;
   scope.ordinal = kFirstOrdinal + kMostForOne * scope.ordinal + saved_++;
+  const int64_t saved_by_now = saved_;
   SaveResult saved = engine()->save({.tensor = held,
                                      .view = tensor.view,
                                      .scope = scope,
-                                     .number = offer_->number,
-                                     .batch = offer_->batch,
+                                     .number = offer.number,
+                                     .batch = offer.batch,
                                      .for_recipe = true});
+  offer_ = &offer;  // others may have saved while a function of the user's was asked
+  saved_ = saved_by_now;
   if (saved.moves) {
     return moved_source(as_entry(saved.known), tensor);
   }
@@ -216,7 +215,6 @@ at::Tensor EngineRecipeHost::look(const KnownTensor& tensor) {
   }
   const WithGil gil;
   const EnginePtr of = engine();
-  const Locked locked(of->lock);
   const EntryPtr entry = as_entry(known_in(*of, tensor.view));
   if (!entry) {
     throw TransferError("a tensor that a recipe reads is gone: " + tensor.view.describe());

@@ -19,17 +19,16 @@ class EngineRecipeHost : public RecipeHost {
   class Saving {
    public:
     Saving(Recipes& recipes, const Offer& offer)
-        : host_(static_cast<EngineRecipeHost&>(recipes.host())),
-          before_(std::exchange(host_.offer_, &offer)) {
+        : host_(static_cast<EngineRecipeHost&>(recipes.host())) {
+      host_.offer_ = &offer;
       host_.saved_ = 0;
     }
     Saving(const Saving&) = delete;
     Saving& operator=(const Saving&) = delete;
-    ~Saving() { host_.offer_ = before_; }
+    ~Saving() { host_.offer_ = nullptr; }
 
    private:
     EngineRecipeHost& host_;
-    const Offer* const before_;
   };
 
   Standing standing(const KnownTensor& tensor) override;

@@ -473,8 +473,13 @@ std::vector<std::pair<RecipePlace, Recipes::Learnt>> Recipes::learnt() const {
 }
 
 void Trial::call_ended() noexcept {
-  if (const StorageRefPtr storage = std::exchange(storage_, nullptr)) {
-    prove(*storage);
+  const auto recipes = recipes_.lock();
+  if (const StorageRefPtr storage = std::exchange(storage_, nullptr); storage && recipes) {
+    try {
+      recipes->host_->serialise([&] { prove(*storage); });
+    } catch (const std::exception&) {
+      // The engine is gone, and nothing is proven.
+    }
   }
 }
 

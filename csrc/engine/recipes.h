@@ -49,9 +49,11 @@ class RecipeHost {
   // The same of one that is gone, had it been held.
   virtual bool could_save(const KnownTensor& tensor) = 0;
   virtual SourcePtr save(const KnownTensor& tensor) = 0;
-  // The tensor, for a look in passing. Throws TransferError where it is not there.
+  // The tensor, for a look in passing of who runs a recipe. Throws TransferError where it is not
+  // there.
   virtual at::Tensor look(const KnownTensor& tensor) = 0;
-  // Runs a function while nobody else works with the engine's entries.
+  // Runs a function while nobody else works with the engine's entries. For who is not serialised
+  // yet: everything else here is called by who is.
   virtual void serialise(const std::function<void()>& work) = 0;
   // So many bytes are there of what a recipe makes again.
   virtual void made(int64_t nbytes) = 0;

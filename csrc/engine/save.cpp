@@ -101,9 +101,8 @@ SaveResult Engine::save_again(const Offer& offer, const KnownPtr& known) {
   return {entry->moves(), known};
 }
 
-// A storage without a plan: the entry that stands for it already, or what is decided about a new
-// one.
-SaveResult Engine::look_up(const Offer& offer, const FoundRecipe& recipe) {
+// A storage without a plan: the entry that stands for it already, or why it stays.
+std::optional<SaveResult> Engine::look_up(const Offer& offer) {
   const SavedView& view = offer.view;
   const Ledger::Found found = ledger.find(view);
   if (found.conflicts) {
@@ -127,19 +126,39 @@ SaveResult Engine::look_up(const Offer& offer, const FoundRecipe& recipe) {
   if (runs_backward()) {
     return keep(view, reasons::kSavedInBackward);
   }
-  return decide(offer, recipe);
+  return std::nullopt;
+}
+
+// What the user's function says of a storage.
+std::optional<Action> Engine::ask(const Offer& offer) {
+  const Unlocked unlocked(lock);
+  return host_->decide(*this, offer);
 }
 
 // A batch is an iteration, and its group has begun it.
 SaveResult Engine::save(const Offer& offer) {
-  if (offer.batch != nullptr) {
-    iteration_ = offer.batch->iteration;
-  }
+  const auto enter_batch = [&] {
+    if (offer.batch != nullptr) {
+      iteration_ = offer.batch->iteration;
+    }
+  };
+  enter_batch();
   FoundRecipe recipe;
   std::optional<SaveResult> result =
       planning.directed() ? follow_plan(offer, recipe) : std::nullopt;
   if (!result) {
-    result = look_up(offer, recipe);
+    result = look_up(offer);
+  }
+  if (!result) {
+    std::optional<Action> action = offer.scope.action ? offer.scope.action : policy_.action;
+    if (policy_.asks && !offer.scope.action) {
+      action = ask(offer);
+      enter_batch();
+      result = look_up(offer);  // others may have saved it meanwhile
+    }
+    if (!result) {
+      result = decide(offer, action, std::move(recipe));
+    }
   }
   if (offer.batch != nullptr && result->moves) {
     offer.batch->join(as_entry(result->known));
@@ -168,17 +187,13 @@ Action Engine::default_action(const Transfers& by) {
   return Action::kRecompute;
 }
 
-SaveResult Engine::decide(const Offer& offer, FoundRecipe recipe) {
+// `action`: of who saves or of the policy; nothing: what suits the device.
+SaveResult Engine::decide(const Offer& offer, std::optional<Action> action, FoundRecipe recipe) {
   if (planning.directed()) {
     planning.sweep_in_use();
   }
-  const HookScope& scope = offer.scope;
-  std::optional<Action> action = scope.action ? scope.action : policy_.action;
-  if (policy_.asks && !scope.action) {
-    action = host_->decide(*this, offer);
-  }
   if (action == Action::kKeep && !planning.directed()) {
-    return stay(offer.view, scope.why_kept);
+    return stay(offer.view, offer.scope.why_kept);
   }
   const TransfersPtr& by = transfers_from(offer.view.device());
   if (!by) {

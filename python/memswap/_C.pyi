@@ -2,11 +2,13 @@
 
 import enum
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn, TypeAlias
+from typing import Any, NoReturn, TypeAlias, TypeVar
 
 import torch
 
 from memswap.engine.action import Action
+
+_T = TypeVar("_T")
 
 torch_version: str  # that it was built against
 
@@ -226,7 +228,7 @@ class Batch:
 
     engine: Any  # the engine's object in Python: set by the group that begins the batch
     on_demand: Callable[[Batch], None] | None
-    """Called, under the engine's lock, when a backward pass first demands one of its storages."""
+    """Called, without the engine's lock, when a backward pass first demands one of its storages."""
 
     def __init__(self, engine: Engine, name: str, iteration: Iteration) -> None: ...
     @property
@@ -425,8 +427,14 @@ class Timeline:
     def begin(self) -> Iteration: ...
 
 class Lock:
-    def __enter__(self) -> None: ...
-    def __exit__(self, *exception: object) -> None: ...
+    def run(self, work: Callable[..., _T], /, *args: object) -> _T:
+        """What a function returns that runs while the thread has the lock (csrc/engine/lock.h).
+
+        A block of Python's would not give it back if Ctrl-C came as it ends.
+
+        Raises:
+            RuntimeError: the thread has the lock already.
+        """
 
 class Planning:
     """An engine's side of planning (csrc/engine/planning.h)."""

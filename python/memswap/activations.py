@@ -106,7 +106,7 @@ class saved_tensors(Uncopied, Counted):  # noqa: N801  (used like torch.autograd
     @uncompiled
     def __enter__(self) -> saved_tensors:
         if not in_backward():
-            self._engine.begin_iteration()
+            self._engine.lock.run(self._engine.begin_iteration)
         self._open.enter(HookScope(self._engine, ""))
         return self
 
@@ -254,13 +254,11 @@ class Manager(Managed):
         """Start counting anew."""
         if self._director is not None:
             self._director.look()
-        if self._worth is None:
-            super().reset_stats()
-            return
-        with self._engine.lock:
-            self._worth.look()
-            super().reset_stats()
-            self._worth.counts_anew()
+        if self._worth is not None:
+            self._engine.lock.run(self._worth.look)
+        super().reset_stats()
+        if self._worth is not None:
+            self._engine.lock.run(self._worth.counts_anew)
 
     def remove(self) -> None:
         """Take the hooks off the modules. Graphs that are alive can still run backward.
@@ -356,12 +354,10 @@ class Manager(Managed):
 
     def _is_plain(self, worth: Worth, inputs: object) -> bool:
         """Whether the iteration in which a unit is called is as without memswap."""
-        with self._engine.lock:
-            if self._hooks.compiled():
-                worth.end()  # hooks that come and go would have it compiled once more
-            plain = worth.plain(inputs)
-            self._iterations.plain = plain
-        return plain
+        if self._hooks.compiled():
+            self._engine.lock.run(worth.end)  # hooks that come and go would have it compiled again
+        self._iterations.plain = self._engine.lock.run(worth.plain, inputs)
+        return self._iterations.plain
 
     def _outermost(self) -> bool:
         """Whether the call that begins is inside no other unit's, nor inside the model's."""

@@ -224,10 +224,7 @@ class Checkpointing(Uncopied, Counted):
         around = None if self._has_pool else current_scope() or _serving.get()
         engine = self._engine if around is None else around.engine
         if not in_backward():
-            with engine.lock:
-                iteration = engine.iteration
-                if iteration.began_backward or (around is None and iteration.over):
-                    engine.begin_iteration()
+            engine.lock.run(_begin_iteration, engine, around is None)
         # The place in the forward names the region: the same in each step, and no other's.
         group = engine.iteration.size
         unit = f"{'' if around is None else around.unit}@{group}"
@@ -257,6 +254,13 @@ class Checkpointing(Uncopied, Counted):
         finally:
             _serving.reset(served)
             inputs.leave()
+
+
+def _begin_iteration(engine: Engine, alone: bool) -> None:
+    """A region may be the first of a forward; `alone`: no hook scope around it says so."""
+    iteration = engine.iteration
+    if iteration.began_backward or (alone and iteration.over):
+        engine.begin_iteration()
 
 
 def checkpoint_module(

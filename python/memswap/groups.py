@@ -39,7 +39,7 @@ from memswap.hooks.managed import Counted
 from memswap.planning.policy import Policy, checked_policy
 
 if TYPE_CHECKING:
-    from memswap._C import Batch
+    from memswap._C import Batch, Entry, StorageRef
     from memswap.engine.lane import Lane, Ticket
 
 
@@ -121,15 +121,7 @@ class Added:
         handle = self._handle
         if not isinstance(handle, native.Handle) or handle.stays:
             return unpack(handle).detach().to("cpu", copy=True)
-        entry = handle.entry
-        with entry.engine.lock:
-            storage, arrival = entry.storage, entry.arrival
-            if storage is None:
-                storage, arrival = entry.identity.lock(), None
-            if storage is None and entry.notice_gone(wait=True):
-                storage, arrival = entry.away.bring()
-            elif storage is None:
-                storage = entry.storage  # the send has failed, and gave it back
+        storage, arrival = handle.entry.engine.lock.run(_looked_at, handle.entry)
         if arrival is not None:
             arrival.wait()
         return handle.view.rebuild(storage, False).detach().to("cpu", copy=True)
@@ -142,6 +134,19 @@ class Added:
             return None
         ticket: Ticket | None = handle.entry.arrival
         return ticket
+
+
+def _looked_at(entry: Entry) -> tuple[StorageRef, Ticket | None]:
+    """An entry's storage, and what it is to be waited for; what is away stays away."""
+    if entry.storage is not None:
+        return entry.storage, entry.arrival
+    storage = entry.identity.lock()
+    if storage is None and entry.notice_gone(wait=True):
+        assert entry.away is not None  # or it would not be gone
+        return entry.away.bring()
+    storage = storage or entry.storage  # a send that has failed gave it back
+    assert storage is not None
+    return storage, None
 
 
 def _with_version(tensor: torch.Tensor) -> torch.Tensor:
@@ -216,14 +221,17 @@ class Group(Uncopied):
     def begin(self) -> Batch:
         """Begin a batch without a block: for :meth:`add`, or for hooks of one's own."""
         engine = self._groups.engine
-        with engine.lock:
-            engine.tell_of_pools()  # of the batches before
-            if engine.recipes is not None:
-                engine.recipes.begin_iteration()
-            batch = self._newest = native.Batch(engine, self.name, self._timeline.begin())
+        batch = self._newest = engine.lock.run(self._begin)
         batch.engine = engine
         self._batches.add(batch)
         return batch
+
+    def _begin(self) -> Batch:
+        engine = self._groups.engine
+        engine.tell_of_pools()  # of the batches before
+        if engine.recipes is not None:
+            engine.recipes.begin_iteration()
+        return Batch(engine, self.name, self._timeline.begin())
 
     def add(self, tensor: torch.Tensor) -> Added:
         """Add a tensor by hand to the open block's batch, or else to the newest.

@@ -144,9 +144,8 @@ class Window:
         if seconds is None:
             device = torch.accelerator.current_accelerator(check_available=True)
             if device is not None:
-                with engine.lock:
-                    seconds = engine.durations.seconds(self._key, 1)
-                    self._spans.append(engine.durations.start(self._key, 1, device))
+                seconds, span = engine.start_span(self._key, 1, device)
+                self._spans.append(span)
         engine.enter_window(seconds or 0.0)
         return self
 
@@ -156,8 +155,7 @@ class Window:
             return
         span = self._spans.pop() if self._spans else None
         if span is not None:
-            with engine.lock:
-                engine.durations.stop(span)
+            engine.lock.run(engine.durations.stop, span)
         engine.leave_window()
 
 

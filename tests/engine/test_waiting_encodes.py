@@ -175,7 +175,7 @@ def test_somebody_elses_tensor_is_never_emptied(region, device) -> None:
 def test_leftovers_of_one_microbatch_are_taken_by_windows_of_the_next(region) -> None:
     with region:
         first = region.save(seed=1)
-    region.engine.begin_iteration()
+    region.engine.lock.run(region.engine.begin_iteration)
     with region:
         second = region.save(seed=2)
     region.engine.open_window(1.0)
@@ -189,7 +189,7 @@ def test_leftovers_of_one_microbatch_are_taken_by_windows_of_the_next(region) ->
 def test_one_microbatch_in_backward_does_not_keep_the_others(region) -> None:
     with region:
         first = region.save(seed=1)
-    region.engine.begin_iteration()
+    region.engine.lock.run(region.engine.begin_iteration)
     with region:
         second = region.save(seed=2)
     first.sum().backward()

@@ -57,7 +57,7 @@ class WindowedRegion:
         return self
 
     def __enter__(self) -> None:
-        self.engine.begin_iteration()
+        self.engine.lock.run(self.engine.begin_iteration)
         self.scopes.append(HookScope(self.engine, ""))
         self.scopes[-1].enter()
         everywhere = torch.nn.modules.module

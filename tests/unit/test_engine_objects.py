@@ -42,32 +42,30 @@ def computed(elements):
 # --- the lock ---
 
 
-def test_the_lock_may_be_taken_again_by_its_thread_and_by_no_other():
-    lock = native.Lock()
+def test_a_thread_waits_for_the_lock_without_the_gil():
+    lock = new_engine().lock
     order: list[str] = []
+    thread = threading.Thread(target=lock.run, args=(order.append, "other"))
 
-    def other():
-        with lock:
-            order.append("other")
-
-    thread = threading.Thread(target=other)
-    with lock, lock:
+    def first():
         thread.start()
         time.sleep(0.02)  # it waits without the GIL, or this would never end
         order.append("first")
+
+    lock.run(first)
     thread.join()
     assert order == ["first", "other"]
 
 
 def test_the_lock_is_free_again_after_an_exception():
-    lock = native.Lock()
-    with pytest.raises(KeyError), lock:
-        raise KeyError
+    lock = new_engine().lock
+    with pytest.raises(KeyError):
+        lock.run(lambda: {}["not there"])
     taken = []
-    thread = threading.Thread(target=lambda: taken.append(lock.__enter__()))
+    thread = threading.Thread(target=lock.run, args=(taken.append, 1))
     thread.start()
     thread.join(60)
-    assert taken == [None]
+    assert taken == [1]
 
 
 def test_a_pack_that_raises_lets_go_of_the_lock():
@@ -210,8 +208,7 @@ def test_a_thousand_steps_leave_no_object_and_no_reference_behind():
     engine = new_engine()
 
     def step():
-        with engine.lock:
-            engine.begin_iteration()
+        engine.lock.run(engine.begin_iteration)
         scope = HookScope(engine, "")
         handles = [scope.pack(torch.ones(50, requires_grad=True) * n) for n in range(4)]
         for n in (3, 1, 2, 0):
@@ -282,6 +279,36 @@ def test_threads_that_save_and_demand_through_one_engine():
     assert engine.ledger.known_storages == 0 and len(engine.departing) == 0
 
 
+def test_a_lock_that_a_thread_has_is_an_error_and_no_end_of_all_progress():
+    engine = new_engine()
+    scope = HookScope(engine, "")
+    for takes_it in (engine.stats, lambda: scope.pack(computed(100))):
+        with pytest.raises(RuntimeError, match="takes the lock of a memswap engine twice"):
+            engine.lock.run(takes_it)
+    assert engine.stats().moved_storages == 0
+    assert not scope.pack(computed(100)).stays, "the lock was not given back"
+
+
+def test_a_policy_s_function_may_ask_and_save_what_it_likes():
+    """It is called without the engine's lock, which statistics and saves take."""
+    known: list[int] = []
+
+    def moves(tensor: torch.Tensor, info: memswap.TensorInfo) -> memswap.Action:
+        known.append(engine.stats().moved_storages)
+        if len(known) == 1:
+            inner.append(scope.pack(tensor))  # that very tensor
+            inner.append(scope.pack(computed(50)))
+        return memswap.Action.SWAP
+
+    engine = Engine(Policy(min_bytes=1, fn=moves), memswap.HostPool(device=CPU, budget="4MiB"), 0)
+    scope, inner = HookScope(engine, ""), []
+    handle = scope.pack(computed(100))
+    assert known == [0, 0, 1]
+    assert handle.entry is inner[0].entry, "one storage has two entries"
+    for one in (handle, *inner):
+        assert torch.equal(unpack(one), computed(one.view.storage_nbytes // 4))
+
+
 def test_what_native_code_reads_cannot_be_deleted():
     engine = new_engine()
     _, entry = saved(engine)
@@ -294,10 +321,9 @@ def test_what_native_code_reads_cannot_be_deleted():
         with pytest.raises((TypeError, AttributeError)):
             delattr(owner, name)
         getattr(owner, name)
-    with scope.engine.lock:
-        scope.enter()
-        loss = (computed(100) * 2).sum()
-        scope.leave()
+    scope.enter()
+    loss = (computed(100) * 2).sum()
+    scope.leave()
     loss.backward()
 
 

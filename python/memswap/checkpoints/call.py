@@ -180,5 +180,4 @@ def _count(engine: Engine, tensor: torch.Tensor) -> None:
     view = native.capture(tensor)
     if view is None or view.of_leaf or engine.is_persistent(view.key):
         return
-    with engine.lock:
-        engine.planning.count_recomputed(native.StorageRef(tensor))
+    engine.lock.run(engine.planning.count_recomputed, native.StorageRef(tensor))

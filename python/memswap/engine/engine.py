@@ -32,7 +32,8 @@ class Engine(native.Engine):
     """One engine: a policy, what it sends by, a timeline and the entries that are alive.
 
     Nothing in it is shared with another engine. Hooks may be called from any thread; `lock`
-    serialises the bookkeeping, and no transfer ever waits for it.
+    serialises the bookkeeping, and no transfer ever waits for it. A thread takes it once: to call
+    what takes it by itself while one has it raises RuntimeError.
 
     What every save and every demand does is native, and so is what is done with a storage: a plan
     says it, or else the policy's table. This class is asked where the policy has a function, opens
@@ -93,30 +94,31 @@ class Engine(native.Engine):
     # --- the life of an iteration -----------------------------------------------------------------
 
     def begin_iteration(self) -> None:
-        """A new forward begins, and saves from now on. (A batch is one by itself.)"""
-        if self._in_batches:
+        """A new forward begins, and saves from now on. The caller has the lock.
+
+        (A batch is an iteration by itself.)
+        """
+        if self._in_batches or not self.iteration.size:
             return
-        with self.lock:
-            if self.iteration.size:
-                self._since.count()
-                ended = self.iteration
-                self.next_iteration()
-                if self.recipes is not None:
-                    self.recipes.begin_iteration()
-                leaving_bytes = ended.leaving_bytes
-                opened = self.open_transfers()
-                for transfers in opened:
-                    transfers.trim_outputs()  # before the director looks at what is there
-                if self._director is not None:
-                    planned_bytes = self.planning.extend_streak()
-                    if planned_bytes is None:  # something is not as it was the last time
-                        planned_bytes = self._director.begin(self.iteration)
-                    leaving_bytes = planned_bytes or leaving_bytes
-                for transfers in opened:
-                    transfers.begin_iteration(leaving_bytes, ended.nbytes)
-                if self.windows is not None:
-                    self.windows.begin_iteration()
-                self.tell_of_pools()
+        self._since.count()
+        ended = self.iteration
+        self.next_iteration()
+        if self.recipes is not None:
+            self.recipes.begin_iteration()
+        leaving_bytes = ended.leaving_bytes
+        opened = self.open_transfers()
+        for transfers in opened:
+            transfers.trim_outputs()  # before the director looks at what is there
+        if self._director is not None:
+            planned_bytes = self.planning.extend_streak()
+            if planned_bytes is None:  # something is not as it was the last time
+                planned_bytes = self._director.begin(self.iteration)
+            leaving_bytes = planned_bytes or leaving_bytes
+        for transfers in opened:
+            transfers.begin_iteration(leaving_bytes, ended.nbytes)
+        if self.windows is not None:
+            self.windows.begin_iteration()
+        self.tell_of_pools()
 
     def tell_of_pools(self) -> None:
         """Warn, once, of a file that failed, and of host memory that could not be pinned."""
@@ -128,66 +130,89 @@ class Engine(native.Engine):
 
     def open_window(self, seconds: float) -> None:
         """An operator of so many seconds is about to be launched on the current stream."""
-        with self.lock:
-            self._of_windows().open(seconds)
+        self.lock.run(self._of_windows().open, seconds)
 
     def enter_window(self, seconds: float) -> None:
         """Several operators are about to be launched, up to the thread's :meth:`leave_window`."""
-        with self.lock:
-            self._of_windows().enter(seconds)
+        self.lock.run(self._of_windows().enter, seconds)
 
     def leave_window(self) -> None:
         """The operators of the last :meth:`enter_window` have been launched."""
-        with self.lock:
-            self._of_windows().leave()
+        self.lock.run(self._of_windows().leave)
 
     @property
     def durations(self) -> native.Durations:
         """How long operators take, which windows go by. The lock serialises its calls."""
         return self._of_windows().durations
 
+    def start_span(
+        self, key: str, amount: float, device: torch.device
+    ) -> tuple[float | None, native.Span | None]:
+        """An operator is about to be launched: how long it takes, and its span if it is measured.
+
+        Args:
+            key: of the operator.
+            amount: by which its time is scaled.
+            device: that it runs on.
+
+        Returns:
+            Seconds, or None where they are not known yet; the span that `Durations.stop` takes.
+        """
+        return self.lock.run(self._start_span, key, amount, device)
+
+    def _start_span(
+        self, key: str, amount: float, device: torch.device
+    ) -> tuple[float | None, native.Span | None]:
+        return self.durations.seconds(key, amount), self.durations.start(key, amount, device)
+
     @property
     def in_window(self) -> bool:
         """Whether the thread is between :meth:`enter_window` and :meth:`leave_window`."""
-        with self.lock:
-            return self._of_windows().inside
+        windows = self._of_windows()
+        return self.lock.run(lambda: windows.inside)
 
     def end_forward(self) -> None:
         """The managed part of a forward is over."""
-        with self.lock:
-            self._of_windows().end_forward()
+        self.lock.run(self._of_windows().end_forward)
 
     def window_stats(self) -> WindowStats:
         """What became of the work that waited for windows; all zeros where none does."""
-        with self.lock:
-            if self.windows is None:
-                return WindowStats()
-            queue = self.windows.queue
-            return WindowStats(**queue.counts, pending_bytes=queue.pending_bytes)
+        return WindowStats() if self.windows is None else self.lock.run(self._window_stats)
+
+    def _window_stats(self) -> WindowStats:
+        queue = self._of_windows().queue
+        return WindowStats(**queue.counts, pending_bytes=queue.pending_bytes)
 
     def _of_windows(self) -> native.Windows:
         if self.windows is None:
             raise RuntimeError(f"an engine of {self.schedule} has no windows; expected WINDOWS")
         return self.windows
 
+    def take_reports(self) -> None:
+        """Notice what is gone by now, and what encoders have reported. The caller has the lock."""
+        self.departing.notice_gone()
+        self.learn()
+
     def stats(self) -> Stats:
-        with self.lock:
-            self.departing.notice_gone()
-            self.learn()
-            found = snapshot(self.ledger, self.recipes)
+        found = self.lock.run(self._counted)
         self.tell()
         return found
 
+    def _counted(self) -> Stats:
+        self.take_reports()
+        return snapshot(self.ledger, self.recipes)
+
     def reset_stats(self) -> None:
-        with self.lock:
-            self.departing.notice_gone()
-            self.learn()
-            self.ledger.reset()
-            if self.recipes is not None:
-                self.recipes.reset_runs()
-            if self.windows is not None:
-                self.windows.queue.reset_counts()
+        self.lock.run(self._reset_stats)
         self.tell()
+
+    def _reset_stats(self) -> None:
+        self.take_reports()
+        self.ledger.reset()
+        if self.recipes is not None:
+            self.recipes.reset_runs()
+        if self.windows is not None:
+            self.windows.queue.reset_counts()
 
     def settle(self) -> None:
         """Order everything after the transfers under way, and drop the storages they hold.
@@ -195,8 +220,7 @@ class Engine(native.Engine):
         Encodes that wait for a window stay undone.
         """
         if self.windows is not None:
-            with self.lock:
-                self.windows.queue.clear()
+            self.lock.run(self.windows.queue.clear)
         self._transfers.settle()
 
     def set_overflow_room(self, transfers: Transfers, nbytes: int | None) -> None:
@@ -229,6 +253,8 @@ class Engine(native.Engine):
         self, tensor: torch.Tensor, unit: str, nbytes: int, storage_nbytes: int
     ) -> Action | None:
         """The action that the policy's function names for a storage; None: what suits the device.
+
+        The lock is not held meanwhile.
 
         Args:
             tensor: that is saved.

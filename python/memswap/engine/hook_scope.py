@@ -193,11 +193,12 @@ class HookScope(native.HookScope):
                 for name, part in inner.items()
             }
             return Parts(tensor, parts, context)
-        with self.engine.lock:
-            ledger = self.engine.ledger
-            ledger.offer(0)
-            ledger.keep("not a plain tensor", 0)
+        self.engine.lock.run(self._keep_unusual)
         return self.or_outer(tensor, native.kept_handle(tensor))
+
+    def _keep_unusual(self) -> None:
+        self.engine.ledger.offer(0)
+        self.engine.ledger.keep("not a plain tensor", 0)
 
 
 uncompiled_methods(HookScope)

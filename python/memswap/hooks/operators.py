@@ -101,15 +101,13 @@ class OperatorWindows:
             module: the operator's module.
             shape: of its input; None where that has none.
         """
-        engine = self.engine
-        with engine.lock:
-            seconds = self.durations.seconds(key, amount)
-            if seconds is None and self.cost is not None and shape is not None:
-                weight = getattr(module, "weight", None)
-                if isinstance(module, nn.Linear) and isinstance(weight, torch.Tensor):
-                    shapes = (shape, (module.in_features, module.out_features))
-                    seconds = self.cost("matmul", shapes)
-            engine.open_window((seconds or 0.0) * products)
+        seconds: float | None = self.engine.lock.run(self.durations.seconds, key, amount)
+        if seconds is None and self.cost is not None and shape is not None:
+            weight = getattr(module, "weight", None)
+            if isinstance(module, nn.Linear) and isinstance(weight, torch.Tensor):
+                shapes = (shape, (module.in_features, module.out_features))
+                seconds = self.cost("matmul", shapes)
+        self.engine.open_window((seconds or 0.0) * products)
 
     def enter_unit(self) -> None:
         iteration = self.engine.iteration
@@ -156,8 +154,8 @@ class _Windowed:
             return
         windows.open(self._place.key, self._amount, 1.0, self._module, self._shape)
         if device is not None and windows.durations.measuring:
-            with windows.engine.lock:
-                self._span = windows.durations.start(self._place.key, self._amount, device)
+            start = windows.durations.start
+            self._span = windows.engine.lock.run(start, self._place.key, self._amount, device)
 
     def leave(self, output: object) -> None:
         if not self._opens:
@@ -179,8 +177,7 @@ class _Windowed:
     def _stop(self) -> None:
         span, self._span = self._span, None
         if span is not None:
-            with self._windows.engine.lock:
-                self._windows.durations.stop(span)
+            self._windows.engine.lock.run(self._windows.durations.stop, span)
 
 
 class _WindowedUnit(_Windowed):

@@ -231,12 +231,14 @@ class Iterations:
 
     def begin(self) -> None:
         """A forward begins."""
-        with self._engine.lock:
-            self._begins()
-            self._engine.begin_iteration()
-            self.plain = False
-            self._called.clear()
-            self._first_node = self._end_node = 0
+        self._engine.lock.run(self._begin)
+
+    def _begin(self) -> None:
+        self._begins()
+        self._engine.begin_iteration()
+        self.plain = False
+        self._called.clear()
+        self._first_node = self._end_node = 0
 
     def unit_called(self, name: str, inputs: object, outermost: Callable[[], bool]) -> None:
         """A unit is called in a forward that autograd records: it may begin an iteration.
@@ -246,22 +248,22 @@ class Iterations:
             inputs: what it is called with.
             outermost: whether this call is inside no other unit's, nor inside the model's.
         """
+        self._engine.lock.run(self._unit_called, name, inputs, outermost)
+
+    def _unit_called(self, name: str, inputs: object, outermost: Callable[[], bool]) -> None:
         engine = self._engine
-        with engine.lock:
-            several = len(self._called) > (0 if self.plain else 1)
-            repeats = several and name == next(iter(self._called))
-            if engine.iteration.began_backward or (
-                repeats and outermost() and not self._lead_to(inputs)
-            ):
-                self.begin()
-            around = current_scope()
-            if not self._called and not (
-                isinstance(around, CompiledCall) and around.engine is engine
-            ):
-                lasting = persistent_tensors(self._modules) + self._around.tensors()
-                engine.set_persistent(lasting)
-                self._first_node = next_node_number()
-            self._called[name] = None
+        several = len(self._called) > (0 if self.plain else 1)
+        repeats = several and name == next(iter(self._called))
+        if engine.iteration.began_backward or (
+            repeats and outermost() and not self._lead_to(inputs)
+        ):
+            self._begin()
+        around = current_scope()
+        if not self._called and not (isinstance(around, CompiledCall) and around.engine is engine):
+            lasting = persistent_tensors(self._modules) + self._around.tensors()
+            engine.set_persistent(lasting)
+            self._first_node = next_node_number()
+        self._called[name] = None
 
     def unit_left(self) -> None:
         """The call of a unit has ended."""

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from memswap.engine.engine import Engine
     from memswap.engine.transfers import Transfers
     from memswap.planning.account import DeviceAccount
+    from memswap.planning.background import Job
     from memswap.planning.kinds import StepKind
     from memswap.planning.plan import Plan
     from memswap.planning.policy import Policy
@@ -98,10 +99,7 @@ class BudgetDirector(Director):
         kind = self._latest
         if kind is None or kind.plan is None:
             return None
-        with self._engine.lock:
-            self._notice()
-            for one in self._in_flight:
-                one.look()
+        self._engine.lock.run(self._look)
         return replace(
             kind.plan,
             measured_peak_bytes=kind.measured.peak_bytes,
@@ -125,10 +123,15 @@ class BudgetDirector(Director):
         """The machine's rates, once a plan has needed them."""
         return self._learner.machine.rates
 
+    def _look(self) -> None:
+        """See how all that are in flight go."""
+        self._notice()
+        for one in self._in_flight:
+            one.look()
+
     def look(self) -> None:
         """Notice what is gone, without a mark."""
-        with self._engine.lock:
-            self._engine.planning.sweep_in_use(True)
+        self._engine.lock.run(self._engine.planning.sweep_in_use, True)
 
     def wait(self) -> None:
         """Have what the steps so far show planned with, and wait for that.
@@ -137,12 +140,10 @@ class BudgetDirector(Director):
             BudgetError: no plan meets the budget.
         """
         lock, background = self._engine.lock, self._learner.background
-        with lock:
-            self._end_iterations()
+        lock.run(self._end_iterations)
         while (job := background.current) is not None:
             job.wait()
-            with lock:
-                self._learner.collect()
+            lock.run(self._learner.collect)
             if job is background.current:
                 return  # ranks follow what it found from a forward on that has not begun
 
@@ -151,19 +152,19 @@ class BudgetDirector(Director):
 
         What is in flight is the policy's from here on: the engine no longer knows its director.
         """
-        engine = self._engine
-        with engine.lock:
-            engine.director = None
-            self._notice()
-            for one in self._in_flight:
-                one.look()
-                one.iteration.set_recorder(None)
-            self._in_flight.clear()
-            for transfers in engine.open_transfers():
-                engine.set_overflow_room(transfers, None)
-            given_up = self._learner.background.give_up()
-        for job in given_up:
+        for job in self._engine.lock.run(self._end):
             job.wait()
+
+    def _end(self) -> list[Job]:
+        engine = self._engine
+        engine.director = None
+        self._look()
+        for one in self._in_flight:
+            one.iteration.set_recorder(None)
+        self._in_flight.clear()
+        for transfers in engine.open_transfers():
+            engine.set_overflow_room(transfers, None)
+        return self._learner.background.give_up()
 
     # --- what an engine asks (engine/director.py) -------------------------------------------------
 
@@ -232,19 +233,23 @@ class BudgetDirector(Director):
             return True
         if engine.transfers(tensors[0].device) is None:
             return True
-        with engine.lock:
-            iteration = engine.iteration
-            one = self._of(iteration)
-            if one is None:
-                nbytes = sum(map(nbytes_of, tensors))
-                key = Key(name, -1, nbytes, tensors[0].dtype)
-                one = self._begin(iteration, key, tensors[0].device)
-            on = one.off is not None and name not in one.off
-            if not on and one.timing is not None:
-                plain = (one for one in tensors if not (one.is_leaf and one.requires_grad))
-                inputs = [one for one in plain if not engine.is_persistent(native.storage_key(one))]
-                one.timing.recorder.region(name, inputs, iteration, engine.policy.min_bytes)
-            return on
+        return engine.lock.run(self._is_on, name, tensors)
+
+    def _is_on(self, name: str, tensors: list[torch.Tensor]) -> bool:
+        """Whether a region that is called with these tensors is one in the current iteration."""
+        engine = self._engine
+        iteration = engine.iteration
+        one = self._of(iteration)
+        if one is None:
+            nbytes = sum(map(nbytes_of, tensors))
+            key = Key(name, -1, nbytes, tensors[0].dtype)
+            one = self._begin(iteration, key, tensors[0].device)
+        on = one.off is not None and name not in one.off
+        if not on and one.timing is not None:
+            plain = (one for one in tensors if not (one.is_leaf and one.requires_grad))
+            inputs = [one for one in plain if not engine.is_persistent(native.storage_key(one))]
+            one.timing.recorder.region(name, inputs, iteration, engine.policy.min_bytes)
+        return on
 
     # --- iterations in flight ---------------------------------------------------------------------
 

@@ -261,7 +261,7 @@ class Learner:
 
     def _plan_with(self, kind: StepKind, timing: Timing, record: IterationRecord | None) -> None:
         """Make a plan of a record, or choose the regions to record it with."""
-        self._engine.stats()  # takes in what encoders have reported
+        self._engine.take_reports()
         transfers = self._engine.transfers(timing.device)
         assert transfers is not None  # something was recorded
         # What the pool may take at most, as far as anybody has seen.
@@ -375,7 +375,7 @@ class Learner:
         terms = replace(terms, flights=anew.flights or terms.flights)
         expectations = None
         if anew.reframes:
-            self._engine.stats()  # takes in what encoders have reported
+            self._engine.take_reports()
             assert kind.device is not None  # an iteration of it has ended
             expectations = self._expectations(kind.device)
         self._plan(kind, made_for, using, terms, expectations, only_if_others=True)

@@ -51,10 +51,11 @@ class _Reached:
         if schedule is None:
             return
         first = max(self._index - schedule.distance, 0)
-        for index in range(self._index, first - 1, -1):
-            ahead = self._forward.batches.get(index)
-            if ahead is not None and ahead.phase is not native.Phase.COLLECTED:
-                ahead.launch_load()
+        with schedule.turns:
+            for index in range(self._index, first - 1, -1):
+                ahead = self._forward.batches.get(index)
+                if ahead is not None and ahead.phase is not native.Phase.COLLECTED:
+                    ahead.launch_load()
 
 
 class LayersAhead(BatchSchedule):

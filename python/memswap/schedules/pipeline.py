@@ -139,9 +139,12 @@ class _Chunk:
         Gradients of weights are computed in several passes, one after another: still one action.
         """
         schedule = self._schedule()
-        if schedule is not None and self.reading < 2:
-            self.reading += 1
-            schedule.backward(self, batch)
+        if schedule is None:
+            return
+        with schedule.turns:
+            if self.reading < 2:
+                self.reading += 1
+                schedule.backward(self, batch)
 
 
 class Slots(BatchSchedule):
@@ -185,7 +188,8 @@ class Slots(BatchSchedule):
     ) -> UnitCall | None:
         call = super().begin(name, inputs, depth)
         if call is not None:
-            self._slot()
+            with self.turns:
+                self._slot()
         return call
 
     def opens(self, name: str) -> bool:
@@ -201,12 +205,13 @@ class Slots(BatchSchedule):
 
     def ended(self, name: str, batch: Batch) -> None:
         assert isinstance(batch.on_demand, _Chunk)
-        if not self._needs_soon(batch.on_demand.step):
-            batch.launch_offload()
-            self._leaving.append(ref(batch))
+        with self.turns:
+            if not self._needs_soon(batch.on_demand.step):
+                batch.launch_offload()
+                self._leaving.append(ref(batch))
 
     def backward(self, chunk: _Chunk, batch: Batch) -> None:
-        """A backward pass begins to read a chunk. The engine's lock is held."""
+        """A backward pass begins to read a chunk. `turns` is held."""
         step = self._itinerary.backward(chunk.step, chunk.reading)
         if batch.phase in (native.Phase.OFFLOADING, native.Phase.OFFLOADED):
             soon = self._needs_soon(step)

@@ -6,6 +6,7 @@ is asked when a module's forward begins, and answers with the scope of that call
 
 from __future__ import annotations
 
+import threading
 from abc import ABC, abstractmethod
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -73,15 +74,17 @@ class BatchSchedule(Schedule):
         self.engines = {"": groups.engine}
         self._engine = groups.engine
         self._modules = tuple(modules.values())
+        #: Serialises what threads say of their forwards and backwards.
+        self.turns = threading.RLock()
         self._groups = {name: groups.new(name) for name in modules}
 
     @abstractmethod
     def opens(self, name: str) -> bool:
-        """Whether this forward of a module is the first of a pass. The engine's lock is held."""
+        """Whether this forward of a module is the first of a pass. `turns` is held."""
 
     @abstractmethod
     def began(self, name: str, batch: Batch) -> None:
-        """A batch is new: note it, and have it tell its backward. The engine's lock is held."""
+        """A batch is new: note it, and have it tell its backward. `turns` is held."""
 
     @abstractmethod
     def ended(self, name: str, batch: Batch) -> None:
@@ -93,9 +96,10 @@ class BatchSchedule(Schedule):
         """A module's forward begins. None: the schedule is paused, or autograd records nothing."""
         if self.paused or not torch.is_grad_enabled() or in_backward():
             return None
-        with self._engine.lock:
+        with self.turns:
             if self.opens(name):
-                self._engine.set_persistent(persistent_tensors(self._modules))
+                lasting = persistent_tensors(self._modules)
+                self._engine.lock.run(self._engine.set_persistent, lasting)
             batch = self._groups[name].begin()
             self.began(name, batch)
         return UnitCall(self._engine, name, partial(self.ended, name, batch), batch)

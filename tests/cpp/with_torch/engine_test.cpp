@@ -59,6 +59,9 @@ class Engines : public ::testing::Test {
   }
   Handle save_locked(const at::Tensor& tensor) {
     const Locked locked(engine->lock);
+    return save_under_lock(tensor);
+  }
+  Handle save_under_lock(const at::Tensor& tensor) {
     SavedView view = *SavedView::capture(tensor);
     SaveResult saved =
         engine->save({.tensor = tensor, .view = view, .scope = scope, .number = ++scope.packs});
@@ -311,6 +314,32 @@ TEST_F(Engines, WithoutARecipeARecomputedStorageLeavesAsSuitsTheDevice) {
   EXPECT_NE(other->recipes(), nullptr);
 }
 
+TEST_F(Engines, AFunctionOfTheUsersMayDoWhateverTakesTheLock) {
+  engine->set_policy({.min_bytes = 1, .asks = true});
+  host.says = Action::kSwap;
+  const Handle first = save(saved_bytes(1));
+  host.meanwhile = [&] {
+    EXPECT_TRUE(demands(first, 1));
+    EXPECT_TRUE(save(saved_bytes(2)).saved.moves);
+  };
+  EXPECT_TRUE(save(saved_bytes(3)).saved.moves);
+  EXPECT_EQ(host.asked, 3);
+}
+
+TEST_F(Engines, WhatIsSavedWhileTheUsersFunctionIsAskedIsSavedOnce) {
+  engine->set_policy({.min_bytes = 1, .asks = true});
+  host.says = Action::kSwap;
+  const at::Tensor tensor = saved_bytes(1);
+  std::optional<Handle> inner;
+  host.meanwhile = [&] { inner = save(tensor); };
+  const Handle outer = save(tensor);
+  EXPECT_TRUE(outer.saved.moves);
+  ASSERT_TRUE(inner.has_value());
+  EXPECT_EQ(outer.entry(), inner->entry()) << "one storage has two entries";
+  EXPECT_EQ(engine->ledger.counters.moved_storages, 1);
+  EXPECT_EQ(engine->ledger.counters.deduplicated_tensors, 1);
+}
+
 TEST_F(Engines, WhoDirectsSaysWhatBecomesOfEachStorage) {
   engine->planning.set_directed(true);
   host.directs = Action::kKeep;
@@ -416,7 +445,7 @@ TEST_F(Engines, ThreadsSaveAndDemandThroughOneEngine) {
           if (engine->iteration()->began_backward()) {
             begin_iteration();
           }
-          return save(saved_bytes(number));
+          return save_under_lock(saved_bytes(number));
         }();
         EXPECT_TRUE(demands(handle, number));
         const Locked locked(engine->lock);

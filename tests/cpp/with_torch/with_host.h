@@ -38,6 +38,9 @@ class Host final : public EngineHost {
 
   std::optional<Action> decide(Engine&, const Offer&) override {
     ++asked;
+    if (meanwhile) {
+      std::exchange(meanwhile, nullptr)();
+    }
     return says;
   }
   std::optional<Action> direct(Engine&, const Offer&, Action) override {
@@ -61,6 +64,7 @@ class Host final : public EngineHost {
   std::function<std::unique_ptr<RecipeHost>(std::weak_ptr<Engine>)> recipe_host =
       [](std::weak_ptr<Engine> engine) { return std::make_unique<EngineRecipeHost>(engine); };
   std::optional<Action> says, directs;
+  std::function<void()> meanwhile;  // is done while `decide` is asked for the first time
   int asked = 0, opened = 0;
   int proofs = 0;
 };

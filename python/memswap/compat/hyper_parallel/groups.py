@@ -96,7 +96,7 @@ class SwapBatch:
 
 
 class _Demanded:
-    """What a batch calls, under its engine's lock, when backward first demands of it."""
+    """What a batch calls when backward first demands of it."""
 
     __slots__ = ("_batch",)
 

@@ -257,8 +257,8 @@ class SwapManager:
         batch = link.begin(next(self._numbers))
         if batch.before() is None and torch.is_grad_enabled():
             engine = self.shared.engine
-            with engine.lock:  # a chain begins: sharding may have replaced parameters
-                engine.set_persistent(persistent_tensors(list(self._links)))
+            lasting = persistent_tensors(list(self._links))  # sharding may have replaced parameters
+            engine.lock.run(engine.set_persistent, lasting)
         return _LinkedCall(self._running, link, batch)
 
     def notice_empty(self, line: UsersLine) -> None:

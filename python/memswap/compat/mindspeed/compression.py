@@ -45,7 +45,7 @@ from memswap.hooks.operators import BACKWARD_PRODUCTS
 from memswap.windows import parse_layers
 
 if TYPE_CHECKING:
-    from memswap._C import Iteration, Span
+    from memswap._C import Iteration, Span, WindowQueue
     from memswap.engine.handle import Handle
     from memswap.engine.stats import Stats, WindowStats
 
@@ -183,14 +183,7 @@ class GlobalContext:
             return  # an evaluation, or a layer that is computed again
         self.context_state = ContextState.FORWARD
         engine = self.engine
-        with engine.lock:
-            again = order_layer_uuid == self._opener and len(self._keys) > 1
-            if engine.iteration.began_backward or again:
-                engine.begin_iteration()
-            if engine.iteration is not self._iteration:
-                self._iteration, self._opener = engine.iteration, order_layer_uuid
-                self._keys.clear()
-            self._keys.add(order_layer_uuid)
+        engine.lock.run(self._layer_begins, order_layer_uuid)
         manager.push_start()
         self._running = manager
         if manager.forward_calls.latest:
@@ -199,6 +192,16 @@ class GlobalContext:
         engine.open_window(seconds)
         if not seconds:
             self._start_waiting()
+
+    def _layer_begins(self, order_layer_uuid: LayerKey) -> None:
+        engine = self.engine
+        again = order_layer_uuid == self._opener and len(self._keys) > 1
+        if engine.iteration.began_backward or again:
+            engine.begin_iteration()
+        if engine.iteration is not self._iteration:
+            self._iteration, self._opener = engine.iteration, order_layer_uuid
+            self._keys.clear()
+        self._keys.add(order_layer_uuid)
 
     def unpack_start(self, order_layer_uuid: LayerKey) -> None:
         """A layer's backward begins: what comes next is decoded under it."""
@@ -217,9 +220,7 @@ class GlobalContext:
             (running.backward_calls if in_backward() else running.forward_calls).add()
         seconds, span = None, None
         if not engine.in_window:
-            with engine.lock:
-                seconds = engine.durations.seconds(call.key, call.amount)
-                span = engine.durations.start(call.key, call.amount, call.device)
+            seconds, span = engine.start_span(call.key, call.amount, call.device)
         measured = seconds is not None
         if seconds is None:
             with contextlib.suppress(ValueError):  # the function itself will say what is wrong
@@ -232,15 +233,15 @@ class GlobalContext:
         finally:
             engine.leave_window()
             if span is not None:
-                with engine.lock:
-                    engine.durations.stop(span)
+                engine.lock.run(engine.durations.stop, span)
 
     def _start_waiting(self) -> None:
         """Nobody has measured what runs now. As there, what was saved before goes under it."""
-        engine = self.engine
-        with engine.lock:
-            if engine.windows is not None:
-                engine.windows.queue.start_now(engine.windows.queue.pending)
+        if self.engine.windows is not None:
+            self.engine.lock.run(self._start_pending, self.engine.windows.queue)
+
+    def _start_pending(self, queue: WindowQueue) -> None:
+        queue.start_now(queue.pending)
 
     def estimate_time(self, fn_name: str, *args: Any, **kwargs: Any) -> float:
         """Seconds of a call of one of ``async_funcs``: ``simulation.time_cost(fn_name, ...)``.

@@ -85,22 +85,20 @@ class LayerActivationManager:
     @property
     def seconds(self) -> float:
         """How long the layer's forward takes, as measured; 0 until then."""
-        with self.engine.lock:
-            return self.engine.durations.seconds(str(self.order_layer_uuid), 1) or 0.0
+        key = str(self.order_layer_uuid)
+        return self.engine.lock.run(self.engine.durations.seconds, key, 1) or 0.0
 
     def begin_span(self) -> Span | None:
         """The forward is about to be launched; a span if it is to be measured."""
         device = torch.accelerator.current_accelerator(check_available=True)
         if device is None:
             return None
-        with self.engine.lock:
-            return self.engine.durations.start(str(self.order_layer_uuid), 1, device)
+        return self.engine.start_span(str(self.order_layer_uuid), 1, device)[1]
 
     def end_span(self, span: Span | None) -> None:
         """It has been launched."""
         if span is not None:
-            with self.engine.lock:
-                self.engine.durations.stop(span)
+            self.engine.lock.run(self.engine.durations.stop, span)
 
     def push_start(self) -> None:
         """A forward begins."""
@@ -150,22 +148,24 @@ class LayerActivationManager:
         Returns:
             What :meth:`pack` and :meth:`unpack` take.
         """
+        self._planned = self.engine.lock.run(self._plan, max_numel, filter_state)
+        return self._planned
+
+    def _plan(self, max_numel: float, filter_state: TensorState) -> list[EntryReference]:
         chosen, total = [], 0
-        with self.engine.lock:
-            windows = self.engine.windows
-            waiting = {entry.reference for entry in windows.queue.pending} if windows else set()
-            for reference, count in self._saved.items():
-                entry = reference()
-                if entry is None or total + count >= max_numel:
-                    continue
-                away = entry.away is not None and entry.state in (
-                    native.State.LEAVING,
-                    native.State.AWAY,
-                )
-                if away if filter_state is TensorState.COMPRESS else reference in waiting:
-                    chosen.append(reference)
-                    total += count
-        self._planned = chosen
+        windows = self.engine.windows
+        waiting = {entry.reference for entry in windows.queue.pending} if windows else set()
+        for reference, count in self._saved.items():
+            entry = reference()
+            if entry is None or total + count >= max_numel:
+                continue
+            away = entry.away is not None and entry.state in (
+                native.State.LEAVING,
+                native.State.AWAY,
+            )
+            if away if filter_state is TensorState.COMPRESS else reference in waiting:
+                chosen.append(reference)
+                total += count
         return chosen
 
     def pack(
@@ -186,30 +186,32 @@ class LayerActivationManager:
         """
         if shares is not None and not isinstance(shares, SharedBuffers):
             self._planned = [chosen(one) for one in shares]
-        with self.engine.lock:
-            if self.engine.windows is not None:
-                self.engine.windows.queue.start_now(self._taken())
+        if self.engine.windows is not None:
+            self.engine.lock.run(self.engine.windows.queue.start_now, self._taken())
 
     def pack_done(self) -> None:
         """The current stream waits for these encodes; their storages are free then."""
-        with self.engine.lock:
-            for entry in self._taken():
-                if entry.departure is not None and entry.state is native.State.LEAVING:
-                    entry.departure.wait()
+        self.engine.lock.run(self._wait_sent)
+
+    def _wait_sent(self) -> None:
+        for entry in self._taken():
+            if entry.departure is not None and entry.state is native.State.LEAVING:
+                entry.departure.wait()
 
     def unpack(self, choices: Sequence[EntryReference]) -> None:
         """Start decoding, beside what the caller launches next."""
         self._planned = list(choices)
-        with self.engine.lock:
-            if self.engine.windows is not None:
-                self.engine.windows.bring(self._taken())
+        if self.engine.windows is not None:
+            self.engine.lock.run(self.engine.windows.bring, self._taken())
 
     def unpack_done(self) -> None:
         """The current stream waits for these decodes. (Whoever pops a tensor waits for its own.)"""
-        with self.engine.lock:
-            for entry in self._taken():
-                if entry.arrival is not None:
-                    entry.arrival.wait()
+        self.engine.lock.run(self._wait_back)
+
+    def _wait_back(self) -> None:
+        for entry in self._taken():
+            if entry.arrival is not None:
+                entry.arrival.wait()
 
     def _taken(self) -> list[Entry]:
         entries = [reference() for reference in self._planned]

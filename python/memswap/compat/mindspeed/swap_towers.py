@@ -37,7 +37,7 @@ class Layer(Protocol):
 class LayerSave:
     """What one context saved in one forward. Owned by its batch, which it knows weakly.
 
-    Called, under the engine's lock, when a backward pass first demands something of it.
+    Called when a backward pass first demands something of it.
 
     Args:
         tower: of the layers.
