@@ -5,7 +5,7 @@
 
 #include "bind.h"
 #include "engine/batch.h"
-#include "engine/recipe_host.h"
+#include "engine/recipes.h"
 #include "engine/windows.h"
 
 namespace memswap {
@@ -20,7 +20,8 @@ inline constexpr std::tuple kMembers<Recipes::Learnt>{
     &Recipes::Learnt::words, &Recipes::Learnt::proofs, &Recipes::Learnt::failed};
 template <>
 inline constexpr std::tuple kMembers<PolicyTable>{&PolicyTable::min_bytes, &PolicyTable::action,
-                                                  &PolicyTable::asks, &PolicyTable::recipes};
+                                                  &PolicyTable::asks,      &PolicyTable::recipes,
+                                                  &PolicyTable::operators, &PolicyTable::proofs};
 
 static py::object fields_of(const Counters& all) {
   using C = Counters;
@@ -40,12 +41,6 @@ static py::object fields_of(const WindowCounts& all) {
 }
 
 namespace {
-
-// Warns at the line of the user's that led here.
-void warn(const std::string& message) {
-  const py::gil_scoped_acquire gil;
-  from("memswap._warn", "warn")("memswap: " + message);
-}
 
 // Errors of the core as those of memswap.errors.
 void translate(std::exception_ptr thrown) {
@@ -81,20 +76,22 @@ class PythonHost final : public EngineHost {
             .attr("choose")(offer.tensor, offer.scope.unit, offer.scope.ordinal,
                             offer.view.storage_nbytes(), action, offer.scope.action.has_value()));
   }
-  TransfersPtr open(Engine& engine, c10::Device device) override {
-    return of(engine).attr("transfers")(device).cast<TransfersPtr>();
+  TransfersPtr open(Engine& engine, c10::Device device, std::optional<Form> form) override {
+    return of(engine).attr("transfers")(device, form).cast<TransfersPtr>();
   }
   void begin_iteration(Engine& engine) override { of(engine).attr("begin_iteration")(); }
-  void open_recipes(Engine& engine) override { of(engine).attr("open_recipes")(); }
+  // At the line of the user's that led here.
+  void warn(const std::string& message) override {
+    const py::gil_scoped_acquire gil;
+    from("memswap._warn", "warn")("memswap: " + message);
+  }
 
  private:
   static py::object of(Engine& engine) { return py::cast(engine.shared_from_this()); }
 };
 
 EnginePtr make_engine(std::optional<int64_t> prefetch_bytes, Schedule schedule) {
-  auto engine = std::make_shared<Engine>(prefetch_bytes, schedule, std::make_unique<PythonHost>());
-  engine->ledger.warn = warn;
-  return engine;
+  return std::make_shared<Engine>(prefetch_bytes, schedule, std::make_unique<PythonHost>());
 }
 
 void bind_ledger(py::module_& module) {
@@ -131,12 +128,6 @@ void bind_recipes(py::module_& module) {
       .calls<&Recipes::begin_iteration, &Recipes::reset_runs, &Recipes::learnt>()
       .calls<&Recipes::before_edits>(without_gil())
       .reads<&Recipes::runs>()
-      .def(py::init([](const EnginePtr& engine, const std::vector<std::string>& more, int proofs) {
-             return std::make_shared<Recipes>(OperatorRules(more),
-                                              std::make_unique<EngineRecipeHost>(engine),
-                                              Recipes::Options{.proofs = proofs});
-           }),
-           "engine"_a.none(false), "operators"_a, "proofs"_a)
       .def("enter", [](Recipes& recipes) { recipes.log().enter(); })
       .def("leave", [](Recipes& recipes) { recipes.log().leave(); })
       .def_property_readonly("known_storages", [](Recipes& r) { return r.log().size(); });
@@ -205,7 +196,7 @@ void bind_engine(py::module_& module) {
              &Planning::extend_streak, &Planning::end_streak>()
       .reads<&Planning::directed>();
   Bound<Engine, EnginePtr>(module, "Engine")
-      .calls<&Engine::set_policy, &Engine::set_recipes, &Engine::set_persistent,
+      .calls<&Engine::set_policy, &Engine::open_recipes, &Engine::set_persistent,
              &Engine::next_iteration, &Engine::learn, &Engine::tell>()
       .reads<&Engine::schedule, &Engine::lock, &Engine::departing, &Engine::timeline,
              &Engine::planning, &Engine::iteration, &Engine::recipes, &Engine::batch_limits>()

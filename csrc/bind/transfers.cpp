@@ -19,28 +19,10 @@ template <>
 inline constexpr std::tuple kMembers<FrameSizes>{&FrameSizes::used, &FrameSizes::held,
                                                  &FrameSizes::overflow};
 
-namespace {
-
-// The object of Python's, whose class is derived from the native one, opens lanes and pools.
-class PythonOpener final : public Transfers::Opener {
- public:
-  explicit PythonOpener(const py::object& opener) : opener_(opener) {}
-
-  std::shared_ptr<BlockSender> open_blocks() override {
-    return opener_().attr("open_blocks")().cast<std::shared_ptr<BlockSender>>();
-  }
-  std::shared_ptr<FrameSender> open_frames(Form form) override {
-    return opener_().attr("open_frames")(form).cast<std::shared_ptr<FrameSender>>();
-  }
-  void begin(int64_t leaving_bytes, int64_t nbytes) override {
-    opener_().attr("begin_iteration")(leaving_bytes, nbytes);
-  }
-
- private:
-  const py::weakref opener_;
-};
-
-}  // namespace
+template <>
+inline constexpr std::tuple kMembers<Transfers::Traits>{
+    &Transfers::Traits::action, &Transfers::Traits::without_recipe,
+    &Transfers::Traits::arena_nbytes, &Transfers::Traits::arena_share};
 
 void bind_transfers(py::module_& module) {
   Bound<AwayForm, AwayFormPtr>(module, "AwayForm")
@@ -71,15 +53,13 @@ void bind_transfers(py::module_& module) {
            "lane"_a, "works_ahead"_a, "copies"_a = py::none(), "pool"_a = py::none());
   Bound<Refused>(module, "Refused").reads<&Refused::reason, &Refused::why>();
   Bound<Transfers, TransfersPtr>(module, "Transfers")
-      .calls<&Transfers::learn, &Transfers::captures>()
-      .reads<&Transfers::awaited_reports>()
-      .def(py::init([](c10::Device device, ExpectationsPtr expectations, const py::object& opener,
-                       Action action, Action without_recipe) {
-             return std::make_shared<Transfers>(device, std::move(expectations),
-                                                std::make_unique<PythonOpener>(opener),
-                                                Transfers::Traits{action, without_recipe});
-           }),
-           "device"_a, "expectations"_a.none(false), "opener"_a, "action"_a, "without_recipe"_a)
+      .calls<&Transfers::learn, &Transfers::captures, &Transfers::set_blocks,
+             &Transfers::set_frames, &Transfers::begin, &Transfers::set_overflow_room,
+             &Transfers::arena_bytes, &Transfers::trim_arena>()
+      .reads<&Transfers::awaited_reports, &Transfers::overflow_room>()
+      .def(py::init<c10::Device, ExpectationsPtr, Transfers::Traits>(), "device"_a,
+           "expectations"_a.none(false), "traits"_a)
+      .def("check_decodes", &Transfers::check_decodes, "wait"_a = false)
       .def("send", &Transfers::send, "form"_a, "storage"_a.none(false), "key"_a);
 }
 

@@ -182,6 +182,7 @@ StreamCodecLane::StreamCodecLane(c10::Device device, const Options& options)
     : streams_(std::make_shared<DeviceStreams>(device)),
       encode_stream_(streams_->new_stream()),
       decode_stream_(streams_->new_stream()),
+      arena_pool_(options.arena_pool),
       arena_(std::make_shared<Arena>(streams_, encode_stream_, options.arena_budget,
                                      options.arena_chunk, reached(device, options.arena_pool))),
       arena_chunk_(options.arena_chunk),

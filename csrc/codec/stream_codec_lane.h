@@ -80,6 +80,7 @@ class StreamCodecLane final : public CodecLane {
   c10::Stream control_stream() const { return headers_.send_stream(); }
   Arena::Statistics arena_statistics() const { return arena_->statistics(); }
   size_t trim_arena() { return arena_->trim(); }
+  const std::shared_ptr<Pool>& arena_pool() const { return arena_pool_; }
   void set_arena_budget(size_t bytes) { arena_->set_budget(bytes); }
 
   // A thread that finds no credit waits for the oldest encodes before it is refused, so that the
@@ -113,6 +114,7 @@ class StreamCodecLane final : public CodecLane {
   const std::shared_ptr<DeviceStreams> streams_;
   const c10::Stream encode_stream_;
   const c10::Stream decode_stream_;
+  const std::shared_ptr<Pool> arena_pool_;
   const std::shared_ptr<Arena> arena_;
   const size_t arena_chunk_;
   std::atomic<bool> planned_{false};         // whether a room for overflows was set

@@ -87,7 +87,7 @@ void send(Engine& engine, const std::vector<EntryPtr>& entries) {
       devices.push_back(order.transfers);
     }
     share->second.nbytes += entry->nbytes();
-    if (order.form == Form::kBlock && entry->nbytes() <= engine.batch_limits().small_bytes) {
+    if (order.form == Form::kBlock && entry->nbytes() <= engine.batch_limits.small_bytes) {
       share->second.small.push_back(entry);
     } else {
       alone.push_back(entry);
@@ -98,7 +98,7 @@ void send(Engine& engine, const std::vector<EntryPtr>& entries) {
     by->begin(0, shares.at(by).nbytes);
   }
   for (const TransfersPtr& by : devices) {
-    for (const auto& bucket : packed(shares.at(by).small, engine.batch_limits().bucket_bytes)) {
+    for (const auto& bucket : packed(shares.at(by).small, engine.batch_limits.bucket_bytes)) {
       if (bucket.size() > 1 && send_bucket(engine, *by, bucket)) {
         continue;
       }

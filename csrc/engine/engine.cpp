@@ -6,6 +6,7 @@
 #include <optional>
 #include <string>
 
+#include "recipe_host.h"
 #include "recipes.h"
 #include "windows.h"
 
@@ -59,7 +60,11 @@ Engine::Engine(std::optional<int64_t> prefetch_bytes, Schedule schedule,
       windows(schedule == Schedule::kWindows ? std::make_unique<Windows>(*this) : nullptr),
       timeline(prefetch_bytes),
       host_(std::move(host)),
-      iteration_(timeline.begin()) {}
+      iteration_(timeline.begin()) {
+  if (host_) {
+    ledger.warn = [this](const std::string& message) { host_->warn(message); };
+  }
+}
 
 Engine::~Engine() = default;
 
@@ -135,6 +140,14 @@ void Engine::tell() {
     if (message) {
       ledger.warn(*message);
     }
+  }
+}
+
+void Engine::open_recipes() {
+  if (!recipes_) {
+    recipes_ = std::make_shared<Recipes>(OperatorRules(policy_.operators),
+                                         std::make_unique<EngineRecipeHost>(weak_from_this()),
+                                         Recipes::Options{.proofs = policy_.proofs});
   }
 }
 

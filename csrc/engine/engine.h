@@ -50,17 +50,16 @@ enum class Schedule : uint8_t {
   kBatches,     // batches of groups, which share storages, move when they are told to
 };
 
-// The bytes that a demand has waited for did not come.
-struct LostBytes : TransferError {
-  using TransferError::TransferError;
-};
-
 // A policy as data.
 struct PolicyTable {
   int64_t min_bytes = 0;         // storages of fewer stay
   std::optional<Action> action;  // nothing: what suits the device (Transfers::Traits)
   bool asks = false;             // a function of the user's says instead (EngineHost::decide)
   bool recipes = true;           // whether what suits a device may be to recompute
+  // Operators of the user's that recipes may run, beside those of the table (OperatorRules), and
+  // how often a place is proven (Recipes::Options). Both count when recipes are opened.
+  std::vector<std::string> operators = {};
+  int proofs = 2;
 };
 
 // One installation of an engine's hooks, a `with` block or one call of a unit, and how far it has
@@ -112,10 +111,10 @@ class Engine : public std::enable_shared_from_this<Engine> {
 
   const PolicyTable& policy() const { return policy_; }
   void set_policy(const PolicyTable& policy) { policy_ = policy; }
-  const BatchLimits& batch_limits() const { return batch_limits_; }
-  void set_batch_limits(const BatchLimits& limits) { batch_limits_ = limits; }
   // What is known of operators; nullptr: nothing is recomputed.
   const std::shared_ptr<Recipes>& recipes() const { return recipes_; }
+  // Hears of operators from the next scope on, if it does not yet.
+  void open_recipes();
   void set_recipes(std::shared_ptr<Recipes> recipes) { recipes_ = std::move(recipes); }
   // Storages of parameters and buffers, instead of those that were named before.
   void set_persistent(const std::vector<at::Tensor>& tensors);
@@ -185,6 +184,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   Lock lock;
   Ledger ledger;
   Departing departing;
+  BatchLimits batch_limits;
   Timeline timeline;
   Planning planning{*this};
 
@@ -236,7 +236,6 @@ class Engine : public std::enable_shared_from_this<Engine> {
 
   const std::unique_ptr<EngineHost> host_;
   PolicyTable policy_;
-  BatchLimits batch_limits_;
   std::shared_ptr<Recipes> recipes_;
   // Storages of parameters and buffers. A weak storage keeps its key from being used again.
   std::unordered_map<const void*, WeakStorage> persistent_;

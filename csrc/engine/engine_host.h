@@ -1,9 +1,10 @@
-// EngineHost: what an engine asks of whoever made it.
+// EngineHost: what an engine asks of whoever made it, and tells it.
 #pragma once
 
 #include <c10/core/Device.h>
 
 #include <optional>
+#include <string>
 
 #include "action.h"
 #include "transfers.h"
@@ -13,9 +14,9 @@ namespace memswap {
 class Engine;
 struct Offer;
 
-// The questions that data cannot answer. None is asked about a storage that a plan expects. Each
-// but `decide` is asked with the engine's lock held, and may call nothing that takes it
-// ([Note: The engine's lock and the GIL] in lock.h).
+// The only calls out of an engine, for what data cannot answer. None is made about a storage that a
+// plan expects. Each but `decide` and `warn` is made with the engine's lock held, and may call
+// nothing that takes it ([Note: The engine's lock and the GIL] in lock.h).
 class EngineHost {
  public:
   EngineHost() = default;
@@ -29,12 +30,14 @@ class EngineHost {
   // Under a budget, what is done with a storage that is about to be saved. Nothing: `action`.
   virtual std::optional<Action> direct(Engine& engine, const Offer& offer, Action action) = 0;
   // A device is seen for the first time: the transfers that its storages leave by. nullptr: they
-  // stay.
-  virtual TransfersPtr open(Engine& engine, c10::Device device) = 0;
+  // stay. Once more with the `form` in which a storage leaves for the first time: from then on the
+  // transfers have a sender of that form, unless no codec serves the device.
+  virtual TransfersPtr open(Engine& engine, c10::Device device, std::optional<Form> form) = 0;
   // A tensor is saved after backward began, so a new forward has begun.
   virtual void begin_iteration(Engine& engine) = 0;
-  // A storage is to be recomputed: `Engine::recipes` are there from now on.
-  virtual void open_recipes(Engine& engine) = 0;
+  // The user is to be told something ([Note: Warnings come last] in ledger.h). May throw what comes
+  // of that.
+  virtual void warn(const std::string& message) = 0;
 };
 
 }  // namespace memswap

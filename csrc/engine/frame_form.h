@@ -60,6 +60,7 @@ class FrameSender {
   std::optional<LeavingFrame> send(const StorageRefPtr& storage, const FrameOptions& options);
 
   const std::shared_ptr<CodecLane>& lane() const { return lane_; }
+  const std::shared_ptr<Lane>& copies() const { return copies_; }  // nullptr: frames stay
   bool works_ahead() const { return works_ahead_; }
   // Why `send` last refused, in words for the user.
   std::string why_refused() const { return lane_->last_refusal(); }

@@ -172,7 +172,11 @@ const TransfersPtr& Engine::transfers_from(c10::Device device) {
       return transfers;
     }
   }
-  return devices_.emplace_back(device, host_->open(*this, device)).second;
+  TransfersPtr opened = host_->open(*this, device, std::nullopt);
+  if (opened) {
+    opened->set_opens([this, device](Form form) { host_->open(*this, device, form); });
+  }
+  return devices_.emplace_back(device, std::move(opened)).second;
 }
 
 // The action of a policy that names none: the one that suits the device.
@@ -183,7 +187,7 @@ Action Engine::default_action(const Transfers& by) {
   if (!policy_.recipes) {
     return by.traits.without_recipe;
   }
-  host_->open_recipes(*this);
+  open_recipes();
   return Action::kRecompute;
 }
 

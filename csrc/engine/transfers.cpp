@@ -1,5 +1,8 @@
 #include "transfers.h"
 
+#include <algorithm>
+
+#include "codec/stream_codec_lane.h"
 #include "reasons.h"
 #include "work/without_gil.h"
 
@@ -13,6 +16,115 @@ std::optional<FrameReport> reported(FrameWatch& watch) {
 }
 
 }  // namespace
+
+void Transfers::set_blocks(std::shared_ptr<BlockSender> blocks) {
+  blocks_ = std::move(blocks);
+  bound(blocks_->lane().get());
+}
+
+void Transfers::set_frames(Form form, std::shared_ptr<FrameSender> frames) {
+  bound(frames->lane().get());
+  bound(frames->copies().get());
+  frames_in(form) = std::move(frames);
+  set_room();
+}
+
+void Transfers::bound(AnyLane* lane) const {
+  if (lane != nullptr && leaving_bytes_) {
+    lane->set_max_leaving_bytes(static_cast<size_t>(*leaving_bytes_));
+  }
+}
+
+StreamCodecLane* Transfers::streams() const {
+  for (const auto& sender : {frames_, pooled_frames_}) {
+    if (sender && *sender) {
+      return dynamic_cast<StreamCodecLane*>((*sender)->lane().get());
+    }
+  }
+  return nullptr;
+}
+
+void Transfers::begin(int64_t leaving_bytes, int64_t nbytes) {
+  if (!captures()) {  // a graph would be asked to wait, and an event to be queried
+    check_decodes(/*wait=*/false);
+  }
+  expectations->begin_iteration();
+  leaving_bytes_ = leaving_bytes;
+  forward_nbytes_ = nbytes;
+  ++forwards_;
+  if (overflow_room_ && std::find(kTrimAt.begin(), kTrimAt.end(), forwards_) != kTrimAt.end()) {
+    trim_arena();  // a plan takes no pinned memory for that
+  }
+  if (blocks_) {
+    bound(blocks_->lane().get());
+  }
+  for (const auto& sender : {frames_, pooled_frames_}) {
+    if (sender && *sender) {
+      bound((*sender)->lane().get());
+      bound((*sender)->copies().get());
+    }
+  }
+  if (!overflow_room_) {
+    set_room();
+  }
+}
+
+void Transfers::set_overflow_room(std::optional<int64_t> nbytes) {
+  overflow_room_ = nbytes;
+  set_room();
+}
+
+void Transfers::set_room() const {
+  StreamCodecLane* const lane = streams();
+  if (lane == nullptr) {
+    return;
+  }
+  const WithoutGil without_gil;
+  if (overflow_room_) {
+    lane->set_overflow_room(static_cast<size_t>(*overflow_room_));
+    return;
+  }
+  const auto share =
+      static_cast<int64_t>(static_cast<double>(forward_nbytes_) * traits.arena_share);
+  lane->set_overflow_room(std::nullopt);
+  lane->set_arena_budget(static_cast<size_t>(std::max(traits.arena_nbytes, share)));
+}
+
+int64_t Transfers::arena_bytes() const {
+  const StreamCodecLane* const lane = streams();
+  return lane == nullptr ? 0 : static_cast<int64_t>(lane->arena_statistics().reserved_bytes);
+}
+
+void Transfers::trim_arena() {
+  StreamCodecLane* const lane = streams();
+  if (lane == nullptr) {
+    return;
+  }
+  const WithoutGil without_gil;
+  lane->trim_arena();
+  if (lane->arena_pool()) {
+    lane->arena_pool()->trim();
+  }
+}
+
+void Transfers::check_decodes(bool wait) {
+  StreamCodecLane* const lane = streams();
+  if (lane == nullptr) {
+    return;
+  }
+  uint32_t status = 0;
+  {
+    const WithoutGil without_gil;
+    status = wait ? lane->decode_status().wait() : lane->decode_status().take_known();
+  }
+  if (status != 0) {
+    throw LostBytes("decoding on " + device.str() +
+                    " found a frame that is not what was encoded (status " +
+                    std::to_string(status) +
+                    ", docs/format.md): its memory was overwritten or is broken. Gradients of the "
+                    "last two backward passes may be wrong; go back to a checkpoint before them.");
+  }
+}
 
 std::variant<Expectation, Refused> Transfers::expect(Form form, const TensorKey& key,
                                                      std::optional<int64_t> most_bytes) {

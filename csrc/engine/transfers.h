@@ -3,9 +3,11 @@
 
 #include <c10/core/Device.h>
 
+#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <deque>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
@@ -23,6 +25,7 @@
 namespace memswap {
 
 class Entry;
+class StreamCodecLane;
 
 // How a storage is sent: as raw bytes in a block of a pool, or as a frame, on the device or in a
 // pool. (A storage that becomes a recipe is not sent.)
@@ -35,58 +38,74 @@ struct Refused {
   std::string why;
 };
 
+// Bytes that were waited for did not come, or are not what they were.
+struct LostBytes : TransferError {
+  using TransferError::TransferError;
+};
+
 // Senders are opened when they are first needed: a codec, or a pool of pinned memory, is not there
 // for nothing. The engine's lock serialises the calls.
 class Transfers {
  public:
-  // Opens the senders of one device.
-  class Opener {
-   public:
-    Opener() = default;
-    Opener(const Opener&) = delete;
-    Opener& operator=(const Opener&) = delete;
-    virtual ~Opener() = default;
-
-    virtual std::shared_ptr<BlockSender> open_blocks() = 0;
-    // nullptr: no codec serves the device.
-    virtual std::shared_ptr<FrameSender> open_frames(Form form) = 0;
-    // So many bytes are about to leave that were saved together, and `leaving_bytes` of them may
-    // hold memory of the device at a time; 0: all of them.
-    virtual void begin(int64_t leaving_bytes, int64_t nbytes) = 0;
-  };
-
   // What suits the device.
   struct Traits {
     Action action = Action::kSwap;          // where nobody names one
     Action without_recipe = Action::kSwap;  // of what was to be recomputed, and has no recipe
+    // Bytes of the device for what does not fit frames, where no plan says how many: so many, or
+    // this share of what a forward saves.
+    int64_t arena_nbytes = 0;
+    double arena_share = 0;
   };
 
-  Transfers(c10::Device device, ExpectationsPtr expectations, std::unique_ptr<Opener> opener,
-            Traits traits)
-      : device(device),
-        expectations(std::move(expectations)),
-        traits(traits),
-        opener_(std::move(opener)) {}
+  Transfers(c10::Device device, ExpectationsPtr expectations, Traits traits)
+      : device(device), expectations(std::move(expectations)), traits(traits) {}
   Transfers(const Transfers&) = delete;
   Transfers& operator=(const Transfers&) = delete;
 
+  // --- its senders ---
+
+  void set_blocks(std::shared_ptr<BlockSender> blocks);
+  // Of frames in one form.
+  void set_frames(Form form, std::shared_ptr<FrameSender> frames);
+  // What sets the sender of a form, where that is needed and not there. Empty: nobody does.
+  void set_opens(std::function<void(Form)> opens) { opens_ = std::move(opens); }
+
   const std::shared_ptr<BlockSender>& blocks() {
-    if (!blocks_) {
-      blocks_ = opener_->open_blocks();
+    if (!blocks_ && opens_) {
+      opens_(Form::kBlock);
     }
     return blocks_;
   }
 
   // nullptr: no codec serves the device.
   const std::shared_ptr<FrameSender>& frames(Form form) {
-    auto& sender = form == Form::kFrame ? frames_ : pooled_frames_;
+    std::optional<std::shared_ptr<FrameSender>>& sender = frames_in(form);
+    if (!sender && opens_) {
+      opens_(form);
+    }
     if (!sender) {
-      sender = opener_->open_frames(form);
+      sender = nullptr;
     }
     return *sender;
   }
 
-  void begin(int64_t leaving_bytes, int64_t nbytes) { opener_->begin(leaving_bytes, nbytes); }
+  // --- forwards ---
+
+  // So many bytes are about to leave that were saved together, or the last forward saved so many.
+  // `leaving_bytes` of what leaves may hold memory of the device at a time; 0: all of it. Throws
+  // LostBytes, as `check_decodes`.
+  void begin(int64_t leaving_bytes, int64_t nbytes);
+  // Bytes of the device that a plan has for what does not fit frames; nothing: there is no plan.
+  const std::optional<int64_t>& overflow_room() const { return overflow_room_; }
+  void set_overflow_room(std::optional<int64_t> nbytes);
+  // Bytes of the device that are taken for that now.
+  int64_t arena_bytes() const;
+  // Gives back what of them nothing uses, and pinned memory that was taken for the same.
+  void trim_arena();
+  // Throws LostBytes if a frame was not what had been encoded, as far as the host has heard of it:
+  // an accelerator decodes while the host is ahead, so this is said a forward or two later. In host
+  // memory each decode says so itself. `wait`: for all decodes.
+  void check_decodes(bool wait);
 
   // How a tensor's frame is expected to be, or why there is none. `most_bytes`: that a plan has for
   // it; nothing: there is no plan.
@@ -147,10 +166,25 @@ class Transfers {
     std::weak_ptr<Entry> entry;
   };
 
-  const std::unique_ptr<Opener> opener_;
+  // Forwards before which an accelerator's arena gives back what a plan needs no more: the first
+  // ones encode what will have a recipe, or stay under a plan.
+  static constexpr std::array<int64_t, 2> kTrimAt{5, 10};
+
+  std::optional<std::shared_ptr<FrameSender>>& frames_in(Form form) {
+    return form == Form::kFrame ? frames_ : pooled_frames_;
+  }
+  StreamCodecLane* streams() const;  // of frames; nullptr: there are none
+  void bound(AnyLane* lane) const;
+  void set_room() const;
+
+  std::function<void(Form)> opens_;
   std::shared_ptr<BlockSender> blocks_;
   std::optional<std::shared_ptr<FrameSender>> frames_, pooled_frames_;  // nothing: not opened yet
   std::deque<Awaited> awaited_;
+  std::optional<int64_t> leaving_bytes_;  // nothing: no forward has begun
+  std::optional<int64_t> overflow_room_;
+  int64_t forward_nbytes_ = 0;  // that the last one saved
+  int64_t forwards_ = 0;
 };
 using TransfersPtr = std::shared_ptr<Transfers>;
 

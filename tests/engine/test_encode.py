@@ -250,7 +250,8 @@ def test_a_pool_without_room_keeps_and_says_so(device) -> None:
 @pytest.mark.accelerator
 @pytest.mark.filterwarnings("ignore:memswap. a storage")
 def test_an_arena_without_room_keeps_and_swaps_instead(device, engine_of, monkeypatch) -> None:
-    monkeypatch.setattr(transfers, "arena_budget", lambda iteration_bytes: 0)
+    monkeypatch.setattr(transfers, "FIRST_ARENA_BYTES", 0)
+    monkeypatch.setattr(transfers, "ARENA_SHARE", 0.0)
 
     def open_codec_lane(device: torch.device, frames: Any = None) -> Any:
         return native.StreamCodecLane(device, arena_budget=0)
@@ -272,7 +273,8 @@ def test_a_shortage_of_the_first_forward_is_counted_and_one_that_lasts_is_told(
     def open_codec_lane(device: torch.device, frames: Any = None) -> Any:
         return native.StreamCodecLane(device, arena_budget=0)
 
-    monkeypatch.setattr(transfers, "arena_budget", lambda iteration_bytes: 0)
+    monkeypatch.setattr(transfers, "FIRST_ARENA_BYTES", 0)
+    monkeypatch.setattr(transfers, "ARENA_SHARE", 0.0)
     monkeypatch.setattr(transfers, "open_codec_lane", open_codec_lane)
     engine = engine_of(ENCODE)
     with warnings.catch_warnings():

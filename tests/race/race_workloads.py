@@ -207,7 +207,8 @@ def open_small_arenas(monkeypatch: pytest.MonkeyPatch, nbytes: int, chunks: int 
         )
 
     monkeypatch.setattr(transfers, "open_codec_lane", open_codec_lane)
-    monkeypatch.setattr(transfers, "arena_budget", lambda iteration_bytes: nbytes)
+    monkeypatch.setattr(transfers, "FIRST_ARENA_BYTES", nbytes)
+    monkeypatch.setattr(transfers, "ARENA_SHARE", 0.0)
 
 
 @contextlib.contextmanager

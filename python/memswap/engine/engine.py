@@ -1,7 +1,7 @@
 """Engine: what becomes of the tensors that autograd saves. It is native (csrc/engine/engine.h).
 
-What native code cannot know stands here: a function of the user's, how a device's lanes and pools
-are opened, and what begins with an iteration.
+What native code cannot know stands here (csrc/engine/engine_host.h): a function of the user's, how
+a device's lanes and pools are opened, and what begins with an iteration.
 """
 
 from __future__ import annotations
@@ -63,6 +63,7 @@ class Engine(native.Engine):
         self.policy = policy
         self._transfers = OpenTransfers(pool)
         self._since = Endurance(pool)
+        recipes.watch_optimizers(self)
 
     @property
     def policy(self) -> Policy:
@@ -72,8 +73,11 @@ class Engine(native.Engine):
     @policy.setter
     def policy(self, policy: Policy) -> None:
         self._policy = policy
+        asks, operators = policy.fn is not None, list(policy.operators)
+        self.set_policy(
+            (policy.min_bytes, policy.action, asks, policy.recipes, operators, recipes.PROOFS)
+        )
         self._want_recipes()
-        self.set_policy((policy.min_bytes, policy.action, policy.fn is not None, policy.recipes))
 
     @property
     def director(self) -> Director | None:
@@ -115,7 +119,7 @@ class Engine(native.Engine):
                 planned_bytes = self._director.begin(self.iteration)
             leaving_bytes = planned_bytes or leaving_bytes
         for transfers in opened:
-            transfers.begin_iteration(leaving_bytes, ended.nbytes)
+            transfers.begin(leaving_bytes, ended.nbytes)
         if self.windows is not None:
             self.windows.begin_iteration()
         self.tell_of_pools()
@@ -227,7 +231,7 @@ class Engine(native.Engine):
         """What a plan has set aside for overflows of frames; it counts as resident from here on."""
         if nbytes == transfers.overflow_room:
             return
-        transfers.overflow_room = nbytes
+        transfers.set_overflow_room(nbytes)
         rooms = (one.overflow_room for one in self.open_transfers())
         self.ledger.set_reserved(sum(room or 0 for room in rooms))
 
@@ -264,17 +268,19 @@ class Engine(native.Engine):
         """
         return self.policy.decide(tensor, TensorInfo(unit, nbytes, storage_nbytes))
 
-    def transfers(self, device: torch.device) -> Transfers | None:
+    def transfers(self, device: torch.device, form: native.Form | None = None) -> Transfers | None:
         """The transfers of a device, opened when they are first asked for; None: its storages stay.
 
-        Native code asks once for each device.
-        """
-        return self._transfers.to(device)
+        Native code asks once for each device, and once for each form.
 
-    def open_recipes(self) -> None:
-        """Hear of operators from the next scope on, if that has not begun yet."""
-        if self.recipes is None:
-            self.set_recipes(recipes.open_recipes(self, self._policy.operators))
+        Args:
+            device: whose storages leave.
+            form: in which they are about to leave; None: nobody knows yet.
+        """
+        transfers = self._transfers.to(device)
+        if transfers is not None and form is not None:
+            transfers.open(form)
+        return transfers
 
 
 uncompiled_methods(Engine)

@@ -77,11 +77,6 @@ FIRST_ARENA_BYTES = 256 << 20
 ARENA_SHARE = 1 / 8
 
 
-def arena_budget(iteration_bytes: int) -> int:
-    """Most bytes of a device's arena when a forward saves so many."""
-    return max(FIRST_ARENA_BYTES, int(iteration_bytes * ARENA_SHARE))
-
-
 def overflow_pool(device: torch.device) -> HostPool:
     """Pinned memory for what turns out not to fit the frames of an accelerator."""
     budget = int(host_share().pool_bytes * OVERFLOW_SHARE)

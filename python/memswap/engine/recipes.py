@@ -16,8 +16,6 @@ from memswap.engine.action import RECOMPUTE
 from memswap.engine.units import format_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from torch.optim import Optimizer
 
     from memswap.planning.policy import Policy
@@ -50,17 +48,8 @@ def describe_recipes(known: native.Recipes | None) -> list[str]:
     return [f"recipes: {'; '.join(told)}"] if told else []
 
 
-def open_recipes(engine: native.Engine, operators: Sequence[str] = ()) -> native.Recipes:
-    """The recipes of an engine, which keep what an optimizer is about to change.
-
-    Args:
-        engine: who owns them.
-        operators: of the user's, as ``"namespace::name"``, beside those of the table
-            (csrc/engine/operator_rules.cpp).
-
-    Raises:
-        ValueError: an operator's name is not of that form.
-    """
+def watch_optimizers(engine: native.Engine) -> None:
+    """Have the recipes of an engine keep what any optimizer is about to change."""
     known = weakref.ref(engine)
 
     def before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -72,4 +61,3 @@ def open_recipes(engine: native.Engine, operators: Sequence[str] = ()) -> native
 
     handle = register_optimizer_step_pre_hook(before_step)
     weakref.finalize(engine, handle.remove).atexit = False
-    return native.Recipes(engine, operators, PROOFS)

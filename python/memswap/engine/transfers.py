@@ -12,8 +12,9 @@ from memswap._native import native
 from memswap._warn import warn
 from memswap.engine.action import Action
 from memswap.engine.lane import (
+    ARENA_SHARE,
+    FIRST_ARENA_BYTES,
     Lane,
-    arena_budget,
     open_codec_lane,
     open_lane,
     open_staged_lane,
@@ -21,18 +22,13 @@ from memswap.engine.lane import (
     overflow_pool,
 )
 from memswap.engine.pools import IN_MEMORY, PAGEABLE, DiskPool, HostPool
-from memswap.errors import TransferError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    from memswap._C import CodecLane
+    from memswap._C import AwayForm, CodecLane, StorageRef, Ticket
 
 Pool: TypeAlias = HostPool | DiskPool
-
-#: Forwards before which an accelerator's arena gives back what a plan needs no more: the first ones
-#: encode what will have a recipe, or stay under a plan.
-TRIM_AT = (5, 10)
 
 
 def default_action(device: torch.device, pool: Pool | None) -> Action:
@@ -152,10 +148,7 @@ class Transfers(native.Transfers):
         self._default_pools = default_pools
         self._lane: Lane | None = None
         self._codec_lane: CodecLane | None = None
-        self._leaving_bytes: int | None = None
-        self._overflow_room: int | None = None
-        self._iteration_bytes = 0
-        self._forwards = 0
+        self._opened: set[native.Form] = set()
         #: A CPU's, for decoded storages.
         self._outputs: native.Pool | None = None
         #: An accelerator's, for what does not fit frames.
@@ -168,20 +161,41 @@ class Transfers(native.Transfers):
         self.without_recipe = action_without_recipe(device, pool)
         #: How long frames are expected to be.
         self.expectations = native.Expectations(device)
-        super().__init__(
-            device,
-            self.expectations,
-            opener=self,
-            action=self.default_action,
-            without_recipe=self.without_recipe,
-        )
+        traits = (self.default_action, self.without_recipe, FIRST_ARENA_BYTES, ARENA_SHARE)
+        super().__init__(device, self.expectations, traits)
+
+    def open(self, form: native.Form) -> None:
+        """Have a sender of a form, unless there is one already or no codec serves the device."""
+        if form in self._opened:
+            return
+        if form is native.Form.BLOCK:
+            self.set_blocks(self.open_blocks())
+        elif frames := self.open_frames(form):
+            self.set_frames(form, frames)
+        self._opened.add(form)
+
+    def send(
+        self, form: native.Form, storage: StorageRef, key: tuple[str, int, int, torch.dtype]
+    ) -> tuple[AwayForm, Ticket] | native.Refused:
+        """Start sending a storage. (An engine's storages are sent natively.)
+
+        Args:
+            form: what it is sent as.
+            storage: of the device.
+            key: which tensor it is, step after step: see `Key`.
+
+        Returns:
+            The away form and its departure, or why the storage stays.
+        """
+        self.open(form)
+        return super().send(form, storage, key)
 
     def open_blocks(self) -> native.BlockSender:
-        """The sender of raw bytes: native code asks when the first storage leaves so."""
+        """A sender of raw bytes."""
         return native.BlockSender(self.lane, self.pool.native)
 
     def open_frames(self, form: native.Form) -> native.FrameSender | None:
-        """The sender of frames, of each form; None where no codec serves the device."""
+        """A sender of frames of a form; None where no codec serves the device."""
         if native.codec_name(self.device) is None:
             return None
         if form is native.Form.FRAME:
@@ -215,7 +229,6 @@ class Transfers(native.Transfers):
         """Copies raw bytes, and frames that go to a pool."""
         if self._lane is None:
             self._lane = open_lane_to(self._pool, self.device)
-            self._bound(self._lane)
         return self._lane
 
     @property
@@ -232,54 +245,7 @@ class Transfers(native.Transfers):
             else:
                 self._overflow_pool = overflow_pool(self.device)
                 self._codec_lane = open_codec_lane(self.device, self._overflow_pool.native)
-            self._bound(self._codec_lane)
-            self._set_room()
         return self._codec_lane
-
-    def _bound(self, lane: Lane | CodecLane) -> None:
-        if self._leaving_bytes is not None:
-            lane.set_max_leaving_bytes(self._leaving_bytes)
-
-    def leaving_bytes(self) -> int:
-        """Bytes of the device that departing storages hold now."""
-        lanes = (self._lane, self._codec_lane)
-        return sum(lane.leaving_bytes() for lane in lanes if lane is not None)
-
-    def begin_iteration(self, leaving_bytes: int, iteration_bytes: int) -> None:
-        """A new forward: departing storages may hold `leaving_bytes` of the device.
-
-        `iteration_bytes`: what the last one saved.
-        """
-        # What a graph being captured would be asked to wait for, and an event to be queried.
-        if not self.captures():
-            self.check_decodes()
-        self.expectations.begin_iteration()
-        self._leaving_bytes, self._iteration_bytes = leaving_bytes, iteration_bytes
-        self._forwards += 1
-        if self._forwards in TRIM_AT and self._overflow_room is not None:
-            self.trim_arena()  # a plan takes no pinned memory for that
-        for lane in (self._lane, self._codec_lane):
-            if lane is not None:
-                lane.set_max_leaving_bytes(leaving_bytes)
-        if self._overflow_room is None:
-            self._set_room()
-
-    @property
-    def overflow_room(self) -> int | None:
-        """Bytes of the device that a plan has for what does not fit frames; None: no plan."""
-        return self._overflow_room
-
-    @overflow_room.setter
-    def overflow_room(self, nbytes: int | None) -> None:
-        self._overflow_room = nbytes
-        self._set_room()
-
-    def _set_room(self) -> None:
-        lane = self._codec_lane
-        if isinstance(lane, native.StreamCodecLane):
-            lane.set_overflow_room(self._overflow_room)
-            if self._overflow_room is None:
-                lane.set_arena_budget(arena_budget(self._iteration_bytes))
 
     def describe_overflow(self) -> list[str]:
         """The host memory that was taken for frames that turn out longer than expected."""
@@ -288,48 +254,14 @@ class Transfers(native.Transfers):
             return []
         return [f"for frames that turn out longer: {pool.describe()}"]
 
-    def arena_bytes(self) -> int:
-        """Bytes of the device that are taken for what does not fit frames."""
-        lane = self._codec_lane
-        if not isinstance(lane, native.StreamCodecLane):
-            return 0
-        return lane.arena_statistics()["reserved_bytes"]
-
     def trim_outputs(self) -> None:
         """Give back what no decoded storage of a CPU uses."""
         if self._outputs is not None:
             self._outputs.trim()
 
-    def trim_arena(self) -> None:
-        """Give back what of that nothing uses, and pinned memory as well."""
-        if isinstance(self._codec_lane, native.StreamCodecLane):
-            self._codec_lane.trim_arena()
-        if self._overflow_pool is not None:
-            self._overflow_pool.trim()
-
     def complaints(self, what: str) -> Iterable[tuple[str, str]]:
         """What users are to be told of the pool, as far as something went there."""
         return () if self._lane is None else complaints(self.pool, self._lane, what)
-
-    def check_decodes(self, wait: bool = False) -> None:
-        """Raise if a frame was not what had been encoded, as far as the host has heard of it.
-
-        An accelerator decodes while the host is ahead, so this is said a forward or two later;
-        `wait` waits for all decodes. In host memory each decode says so itself.
-
-        Raises:
-            TransferError: gradients of the last two backward passes may be wrong.
-        """
-        lane = self._codec_lane
-        if not isinstance(lane, native.StreamCodecLane):
-            return
-        status = lane.decode_status() if wait else lane.take_decode_status()
-        if status:
-            raise TransferError(
-                f"decoding on {self.device} found a frame that is not what was encoded (status "
-                f"{status}, docs/format.md): its memory was overwritten or is broken. Gradients "
-                "of the last two backward passes may be wrong; go back to a checkpoint before them."
-            )
 
     def settle(self) -> None:
         """Order the caller after everything under way, and drop the storages it holds."""

@@ -43,14 +43,11 @@ struct Handle {
   EntryPtr entry() const { return std::static_pointer_cast<Entry>(saved.known); }
 };
 
-constexpr PolicyTable kSwaps{.min_bytes = 1, .action = Action::kSwap};
+const PolicyTable kSwaps{.min_bytes = 1, .action = Action::kSwap};
 
 class Engines : public ::testing::Test {
  protected:
-  Engines() {
-    engine->set_policy(kSwaps);
-    engine->ledger.warn = [this](const std::string& message) { told.push_back(message); };
-  }
+  Engines() { engine->set_policy(kSwaps); }
 
   Handle save(const at::Tensor& tensor) {
     Handle handle = save_locked(tensor);
@@ -89,7 +86,7 @@ class Engines : public ::testing::Test {
   testing::HostedEngine hosted = testing::hosted_engine(testing::transfers_by(sender));
   EnginePtr& engine = hosted.engine;
   testing::Host& host = hosted.host;
-  std::vector<std::string> told;
+  std::vector<std::string>& told = host.told;
   HookScope scope{.unit = "unit", .covered = true};
 };
 

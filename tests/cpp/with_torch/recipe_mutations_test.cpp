@@ -245,14 +245,12 @@ constexpr int64_t kWideBytes = kRows * kRows * 4, kNarrowBytes = kRows * kRows *
 struct Recomputing {
   template <class RecipesHost>
   explicit Recomputing(std::type_identity<RecipesHost>, int proofs = 1) {
-    const testing::HostedEngine hosted =
-        testing::hosted_engine(testing::transfers_by(std::make_shared<BlockSender>(lane, pool)));
-    engine = hosted.engine;
+    const auto sender = std::make_shared<BlockSender>(lane, pool);
+    engine = testing::hosted_engine(testing::transfers_by(sender)).engine;
     engine->set_policy({.min_bytes = 1, .action = Action::kRecompute});
-    testing::Host& host = hosted.host;
-    host.proofs = proofs;
-    host.recipe_host = [](std::weak_ptr<Engine> of) { return std::make_unique<RecipesHost>(of); };
-    host.open_recipes(*engine);
+    engine->set_recipes(std::make_shared<Recipes>(OperatorRules(),
+                                                  std::make_unique<RecipesHost>(engine),
+                                                  Recipes::Options{.proofs = proofs}));
   }
 
   EntryPtr save(const at::Tensor& tensor) {

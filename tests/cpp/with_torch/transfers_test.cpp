@@ -33,18 +33,6 @@ std::shared_ptr<Pool> new_pool() {
       PoolOptions{.slab_bytes = kSlabBytes, .alignment = 512});
 }
 
-// Opens what it was given.
-struct Given : Transfers::Opener {
-  Given(std::shared_ptr<BlockSender> blocks, std::shared_ptr<FrameSender> frames)
-      : blocks(std::move(blocks)), frames(std::move(frames)) {}
-  std::shared_ptr<BlockSender> open_blocks() override { return blocks; }
-  std::shared_ptr<FrameSender> open_frames(Form) override { return frames; }
-  void begin(int64_t, int64_t) override {}
-
-  const std::shared_ptr<BlockSender> blocks;
-  const std::shared_ptr<FrameSender> frames;
-};
-
 // A codec without room, which notes the layouts that it was asked for.
 class FullCodec final : public CodecLane {
  public:
@@ -60,19 +48,21 @@ class FullCodec final : public CodecLane {
   std::pair<StorageRefPtr, TicketPtr> decode(const EncodedStoragePtr&) override { return {}; }
   void settle() override {}
   size_t leaving_bytes() override { return 0; }
-  void set_max_leaving_bytes(size_t) override {}
+  void set_max_leaving_bytes(size_t bytes) override { bound = bytes; }
 
   std::vector<uint8_t> asked;
+  size_t bound = 0;
 };
 
 class SentBy : public ::testing::Test {
  protected:
   std::unique_ptr<Transfers> by(std::shared_ptr<CodecLane> codec, ExpectationsPtr expectations) {
-    auto frames = codec ? std::make_shared<FrameSender>(std::move(codec), false) : nullptr;
-    return std::make_unique<Transfers>(
-        kCpu, std::move(expectations),
-        std::make_unique<Given>(std::make_shared<BlockSender>(lane, pool), std::move(frames)),
-        Transfers::Traits{});
+    auto made = std::make_unique<Transfers>(kCpu, std::move(expectations), Transfers::Traits{});
+    made->set_blocks(std::make_shared<BlockSender>(lane, pool));
+    if (codec) {
+      made->set_frames(Form::kFrame, std::make_shared<FrameSender>(std::move(codec), false));
+    }
+    return made;
   }
   std::unique_ptr<Transfers> by_codec() {
     return by(std::make_shared<WorkerCodecLane>(0, new_pool(), nullptr),
@@ -153,6 +143,40 @@ TEST_F(SentBy, WithoutACodecOrRoomTheReasonIsSaid) {
   const Refused full = refused(transfers->send(Form::kBlock, large, kTensor));
   EXPECT_STREQ(full.reason, reasons::kPool);
   EXPECT_NE(full.why.find("budget"), std::string::npos) << full.why;
+}
+
+TEST_F(SentBy, ASenderIsAskedForOnceAndOnlyWhenItIsNeeded) {
+  Transfers transfers(kCpu, Expectations::of_device(kCpu, {}), {});
+  std::vector<Form> asked;
+  transfers.set_opens([&](Form form) {
+    asked.push_back(form);
+    if (form == Form::kBlock) {
+      transfers.set_blocks(std::make_shared<BlockSender>(lane, pool));
+    }
+  });
+  EXPECT_TRUE(asked.empty()) << "a pool is there for nothing";
+  const StorageRefPtr storage = storage_of(at::zeros({kTensorBytes}, at::kByte));
+  for (int times = 0; times < 2; ++times) {
+    EXPECT_TRUE(std::holds_alternative<Leaving>(transfers.send(Form::kBlock, storage, kTensor)));
+  }
+  EXPECT_EQ(asked, (std::vector{Form::kBlock}));
+  for (int times = 0; times < 2; ++times) {
+    EXPECT_STREQ(refused(transfers.send(Form::kFrame, storage, kTensor)).reason, "no codec");
+  }
+  EXPECT_EQ(asked, (std::vector{Form::kBlock, Form::kFrame}));
+}
+
+TEST_F(SentBy, ALaneIsBoundedWheneverItIsOpened) {
+  const auto early = std::make_shared<FullCodec>(), late = std::make_shared<FullCodec>();
+  const auto transfers = by(early, Expectations::of_device(kCpu, {}));
+  EXPECT_EQ(early->bound, 0u) << "no forward has begun";
+  transfers->begin(1000, 1 << 20);
+  EXPECT_EQ(early->bound, 1000u);
+  transfers->set_frames(Form::kPooledFrame, std::make_shared<FrameSender>(late, false));
+  EXPECT_EQ(late->bound, 1000u) << "a lane that is opened later may hold all of the device";
+  transfers->begin(2000, 1 << 20);
+  EXPECT_EQ(early->bound, 2000u);
+  EXPECT_EQ(late->bound, 2000u);
 }
 
 // A tensor whose next frame is a trial: constants of floats may be integers.
