@@ -211,13 +211,13 @@ void* StreamCodecLane::workspace(const memswap_codec& codec) {
 
 template <class Job>
 int StreamCodecLane::launch(const char* name, c10::Stream stream, const Job& job,
-                            int (*run)(const Job*, size_t, const memswap_launch*),
+                            int (*run)(const Job*, const memswap_launch*),
                             void* workspace) const {
   return submit(name, stream, [=](void* native) {
     memswap_launch launch{};
     launch.stream = native;
     launch.workspace = workspace;
-    return run(&job, 1, &launch);
+    return run(&job, &launch);
   });
 }
 

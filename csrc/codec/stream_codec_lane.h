@@ -106,7 +106,7 @@ class StreamCodecLane final : public CodecLane {
   void* workspace(const memswap_codec& codec);
   template <class Job>
   int launch(const char* name, c10::Stream stream, const Job& job,
-             int (*run)(const Job*, size_t, const memswap_launch*), void* workspace) const;
+             int (*run)(const Job*, const memswap_launch*), void* workspace) const;
   void settle_known();
   size_t unsettled();
   bool settle_oldest();

@@ -183,7 +183,7 @@ at::Tensor encode_with(const memswap_codec& codec, const at::Tensor& self, int64
   job.input = input.nbytes() > 0 ? input.const_data_ptr() : job.frame;  // never null
   const int done = run_on(
       self.device(), "memswap::encode",
-      [&codec, job](const memswap_launch& launch) { return codec.encode(&job, 1, &launch); });
+      [&codec, job](const memswap_launch& launch) { return codec.encode(&job, &launch); });
   check_codec(codec, done, "encode a tensor");
   return frame;
 }
@@ -265,7 +265,7 @@ at::Tensor decode_with(const memswap_codec& codec, const at::Tensor& given, at::
   job.output = job.elements > 0 ? output.mutable_data_ptr() : const_cast<void*>(job.frame);
   const int done = run_on(
       given.device(), "memswap::decode",
-      [&codec, job](const memswap_launch& launch) { return codec.decode(&job, 1, &launch); });
+      [&codec, job](const memswap_launch& launch) { return codec.decode(&job, &launch); });
   check_codec(codec, done, "decode a frame");
   if (!on_host && check_decode) {
     status = static_cast<uint32_t>(device_status.item<int32_t>());

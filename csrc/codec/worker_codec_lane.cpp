@@ -76,7 +76,7 @@ class Encode final : public WorkTicket {
     memswap_encode_job job = encode_job(plan_, options_);
     job.input = bytes;
     job.frame = header;
-    check_codec(cpu_codec(), cpu_codec().encode(&job, 1, &here),
+    check_codec(cpu_codec(), cpu_codec().encode(&job, &here),
                 "encode " + of_bytes(frame_->raw_nbytes));
     if (header->status != frame::kOk) {
       throw TransferError(of_bytes(frame_->raw_nbytes) + " did not fit a frame with room for " +
@@ -206,7 +206,7 @@ class Decode final : public WorkTicket {
     job.dtype = frame_->dtype;
     job.status = &status;
     const memswap_launch here = launch_here();
-    check_codec(cpu_codec(), cpu_codec().decode(&job, 1, &here),
+    check_codec(cpu_codec(), cpu_codec().decode(&job, &here),
                 "decode " + of_bytes(frame_->raw_nbytes));
     if (status != frame::kOk) {
       throw TransferError("a frame of " + of_bytes(block.nbytes()) +

@@ -145,14 +145,12 @@ int run(const memswap_decode_job& job, uint32_t cores, const memswap_launch& whe
 }
 
 template <class Job>
-int run_all(const Job* jobs, size_t count, const memswap_launch* launch_or_null) {
-  if (!arguments::are_valid(jobs, count)) {
+int run_checked(const Job* job, const memswap_launch* launch_or_null) {
+  if (!arguments::is_valid(job)) {
     return MEMSWAP_CODEC_BAD_ARGUMENT;
   }
-  for (size_t i = 0; i < count; ++i) {
-    if (jobs[i].elements > kMaxElements) {
-      return MEMSWAP_CODEC_NOT_SUPPORTED;
-    }
+  if (job->elements > kMaxElements) {
+    return MEMSWAP_CODEC_NOT_SUPPORTED;
   }
   uint32_t cores = 0;
   if (const int error = vector_cores(&cores); error != 0) {
@@ -161,21 +159,15 @@ int run_all(const Job* jobs, size_t count, const memswap_launch* launch_or_null)
   if (cores == 0) {
     return kNoCores;
   }
-  const memswap_launch where = launch_or_null != nullptr ? *launch_or_null : memswap_launch{};
-  for (size_t i = 0; i < count; ++i) {
-    if (const int error = run(jobs[i], cores, where); error != 0) {
-      return error;
-    }
-  }
-  return MEMSWAP_CODEC_OK;
+  return run(*job, cores, launch_or_null != nullptr ? *launch_or_null : memswap_launch{});
 }
 
-int encode(const memswap_encode_job* jobs, size_t count, const memswap_launch* launch) {
-  return run_all(jobs, count, launch);
+int encode(const memswap_encode_job* job, const memswap_launch* launch) {
+  return run_checked(job, launch);
 }
 
-int decode(const memswap_decode_job* jobs, size_t count, const memswap_launch* launch) {
-  return run_all(jobs, count, launch);
+int decode(const memswap_decode_job* job, const memswap_launch* launch) {
+  return run_checked(job, launch);
 }
 
 const char* message(int code) {

@@ -117,13 +117,13 @@ void measure(const Case& of, uint64_t bytes, uint32_t max_processors, int repeat
     memswap_encode_job job = encode_job(of, elements, in.input.get(), in.frame.get(), capacity);
     job.profile = profile;
     job.center = center;
-    const int error = codec.encode(&job, 1, &launch);
+    const int error = codec.encode(&job, &launch);
     require(error == 0, codec.message(error));
   };
   const auto decode = [&](const Buffers& in) {
     const memswap_decode_job job = decode_job(
         of, elements, in.frame.get(), sections.bytes(capacity), in.output.get(), in.status.get());
-    const int error = codec.decode(&job, 1, &launch);
+    const int error = codec.decode(&job, &launch);
     require(error == 0, codec.message(error));
   };
   const auto header_of = [&](const Buffers& in) {

@@ -185,10 +185,10 @@ class Trip {
   }
 
   bool encode(const memswap_codec& codec, const memswap_launch& launch) {
-    return codec.encode(&encode_, 1, &launch) == 0;
+    return codec.encode(&encode_, &launch) == 0;
   }
   bool decode(const memswap_codec& codec, const memswap_launch& launch) {
-    return codec.decode(&decode_, 1, &launch) == 0;
+    return codec.decode(&decode_, &launch) == 0;
   }
   void choose(const memswap_launch& launch) {
     benchmark::DoNotOptimize(

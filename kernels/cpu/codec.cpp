@@ -12,27 +12,20 @@ namespace memswap::cpu {
 
 namespace {
 
-// Calls run(launch) if all arguments are possible.
-template <typename Job, typename Run>
-int checked(const Job* jobs, size_t count, const memswap_launch* launch, Run run) {
-  if (!arguments::are_valid(jobs, count)) {
-    return MEMSWAP_CODEC_BAD_ARGUMENT;
-  }
-  return run(launch != nullptr ? *launch : memswap_launch{});
+memswap_launch launch_of(const memswap_launch* launch) {
+  return launch != nullptr ? *launch : memswap_launch{};
 }
 
 template <Isa isa>
-int encode(const memswap_encode_job* jobs, size_t count, const memswap_launch* launch) {
-  return checked(jobs, count, launch, [&](const memswap_launch& where) {
-    return encode_frames(*blocks_of(isa), jobs, count, where);
-  });
+int encode(const memswap_encode_job* job, const memswap_launch* launch) {
+  return arguments::is_valid(job) ? encode_frame(*blocks_of(isa), *job, launch_of(launch))
+                                  : MEMSWAP_CODEC_BAD_ARGUMENT;
 }
 
 template <Isa isa>
-int decode(const memswap_decode_job* jobs, size_t count, const memswap_launch* launch) {
-  return checked(jobs, count, launch, [&](const memswap_launch& where) {
-    return decode_frames(*blocks_of(isa), jobs, count, where);
-  });
+int decode(const memswap_decode_job* job, const memswap_launch* launch) {
+  return arguments::is_valid(job) ? decode_frame(*blocks_of(isa), *job, launch_of(launch))
+                                  : MEMSWAP_CODEC_BAD_ARGUMENT;
 }
 
 const char* message(int code) {

@@ -13,10 +13,10 @@ namespace memswap::cpu {
 inline constexpr int kOutOfMemory = 1;
 
 // Both need valid arguments and return 0 or kOutOfMemory.
-int encode_frames(const BlockCodec& blocks, const memswap_encode_job* jobs, size_t count,
-                  const memswap_launch& launch);
-int decode_frames(const BlockCodec& blocks, const memswap_decode_job* jobs, size_t count,
-                  const memswap_launch& launch);
+int encode_frame(const BlockCodec& blocks, const memswap_encode_job& job,
+                 const memswap_launch& launch);
+int decode_frame(const BlockCodec& blocks, const memswap_decode_job& job,
+                 const memswap_launch& launch);
 
 enum class Isa { kScalar, kVector, kAvx512 };
 

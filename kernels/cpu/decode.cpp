@@ -31,8 +31,7 @@ struct alignas(kLineBytes) Workspace {
 
 class FrameDecoder {
  public:
-  void start(const BlockCodec& blocks, const memswap_decode_job& job) {
-    job_ = &job;
+  FrameDecoder(const BlockCodec& blocks, const memswap_decode_job& job) : job_(job) {
     Header header{};
     memcpy(&header, job.frame, std::min<uint64_t>(job.frame_bytes, sizeof(header)));
     if (!frame::validate(header, job.frame_bytes, overflow_units(job), &sections_) ||
@@ -78,11 +77,11 @@ class FrameDecoder {
   }
 
   void report(uint32_t status) const {
-    std::atomic_ref<uint32_t>(*job_->status).fetch_or(status, std::memory_order_relaxed);
+    std::atomic_ref<uint32_t>(*job_.status).fetch_or(status, std::memory_order_relaxed);
   }
 
   uint32_t decode_tile(uint32_t index, Workspace& workspace) const {
-    const auto* frame = static_cast<const uint8_t*>(job_->frame);
+    const auto* frame = static_cast<const uint8_t*>(job_.frame);
     const Record record = record_at(frame, sections_, index);
     const PayloadArea* area =
         find_payloads(record, sections_, params_.dtype, params_.layout, index, areas_);
@@ -96,7 +95,7 @@ class FrameDecoder {
     const uint64_t first_element = uint64_t{index} * frame::kTileElements;
     const auto tile_elements = static_cast<uint32_t>(
         std::min<uint64_t>(frame::kTileElements, sections_.elements - first_element));
-    auto* output = static_cast<uint8_t*>(job_->output) + first_element * width_;
+    auto* output = static_cast<uint8_t*>(job_.output) + first_element * width_;
     const uint64_t payload_bytes = uint64_t{payload_units(record)} * frame::kUnitBytes;
     if (static_cast<uint64_t>(area->readable_end - payload) < payload_bytes + kSlackBytes) {
       std::copy_n(payload, payload_bytes, workspace.payloads);  // nothing of NULL without an arena
@@ -123,7 +122,7 @@ class FrameDecoder {
     return frame::kOk;
   }
 
-  const memswap_decode_job* job_ = nullptr;
+  const memswap_decode_job& job_;
   Sections sections_{};
   DecodeParams params_{};
   uint32_t width_ = 0;
@@ -134,13 +133,13 @@ class FrameDecoder {
 
 }  // namespace
 
-int decode_frames(const BlockCodec& blocks, const memswap_decode_job* jobs, size_t count,
-                  const memswap_launch& launch) {
-  const auto frames = run_frames<FrameDecoder, Workspace>(
-      blocks, jobs, count, launch, [](FrameDecoder& frame, uint32_t chunk, Workspace& workspace) {
-        frame.decode_chunk(chunk, workspace);
-      });
-  return frames == nullptr ? kOutOfMemory : MEMSWAP_CODEC_OK;
+int decode_frame(const BlockCodec& blocks, const memswap_decode_job& job,
+                 const memswap_launch& launch) {
+  const FrameDecoder frame(blocks, job);
+  const bool has_run = run_chunks<Workspace>(
+      blocks, frame.chunks(), launch,
+      [&](uint32_t chunk, Workspace& workspace) { frame.decode_chunk(chunk, workspace); });
+  return has_run ? MEMSWAP_CODEC_OK : kOutOfMemory;
 }
 
 }  // namespace memswap::cpu

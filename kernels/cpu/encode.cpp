@@ -58,16 +58,16 @@ struct alignas(64) Workspace {
 
 class FrameEncoder {
  public:
-  void start(const BlockCodec& blocks, const memswap_encode_job& job) {
-    job_ = &job;
-    params_ = {static_cast<Dtype>(job.dtype),
-               static_cast<Layout>(job.layout),
-               job.profile == MEMSWAP_FAST,
-               job.center,
-               false,
-               asks_near()};
-    sections_ = frame::sections_of(params_.dtype, params_.layout, job.elements);
-    width_ = frame::width_of(params_.dtype);
+  FrameEncoder(const BlockCodec& blocks, const memswap_encode_job& job)
+      : job_(job),
+        params_{static_cast<Dtype>(job.dtype),
+                static_cast<Layout>(job.layout),
+                job.profile == MEMSWAP_FAST,
+                job.center,
+                false,
+                asks_near()},
+        sections_(frame::sections_of(params_.dtype, params_.layout, job.elements)),
+        width_(frame::width_of(params_.dtype)) {
     params_.streaming = job.elements * width_ >= streaming_bytes();
     params_.asks_pages = params_.streaming && asks_pages();
     params_.touches_pages = params_.streaming && touches_pages();
@@ -76,7 +76,6 @@ class FrameEncoder {
     encode_blocks_ = blocks.encoder(params_);
     checksum_ = job.checksum != 0 ? blocks.checksum : nullptr;
     copy_ = params_.streaming ? blocks.copy_around_caches : scalar_blocks().copy_around_caches;
-    header_ = {};
   }
 
   uint32_t chunks() const { return chunks_of(sections_.tiles, tiles_per_chunk_); }
@@ -125,20 +124,20 @@ class FrameEncoder {
   void finish() {
     header_.magic = frame::kMagic;
     header_.version = frame::kVersion;
-    header_.dtype = job_->dtype;
-    header_.layout = job_->layout;
+    header_.dtype = job_.dtype;
+    header_.layout = job_.layout;
     const bool ordered = header_.overflow_used == 0 && header_.status == frame::kOk;
     header_.flags = static_cast<uint8_t>((ordered ? frame::kOrdered : 0) |
                                          (checksum_ != nullptr ? frame::kChecked : 0));
     header_.elements = sections_.elements;
     header_.blocks = sections_.blocks;
     header_.slab_bytes = sections_.slab_bytes;
-    header_.var_capacity = job_->var_capacity;
+    header_.var_capacity = job_.var_capacity;
     memcpy(frame(), &header_, sizeof(header_));
   }
 
  private:
-  uint8_t* frame() const { return static_cast<uint8_t*>(job_->frame); }
+  uint8_t* frame() const { return static_cast<uint8_t*>(job_.frame); }
 
   void encode_tile(uint32_t index, Tile& tile, uint8_t* payloads, uint8_t* last_block,
                    Header& counted) const {
@@ -146,7 +145,7 @@ class FrameEncoder {
     const uint64_t first_element = uint64_t{index} * frame::kTileElements;
     const auto tile_elements = static_cast<uint32_t>(
         std::min<uint64_t>(frame::kTileElements, sections_.elements - first_element));
-    const auto* input = static_cast<const uint8_t*>(job_->input) + first_element * width_;
+    const auto* input = static_cast<const uint8_t*>(job_.input) + first_element * width_;
     uint8_t* slabs =
         frame() + sections_.slabs + uint64_t{index} * frame::kTileBlocks * sections_.slab_bytes;
     if (checksum_ != nullptr) {
@@ -182,7 +181,7 @@ class FrameEncoder {
   }
 
   void place(Tile& tile) {
-    const uint64_t limit = std::min<uint64_t>(job_->var_capacity, frame::kMaxBaseUnits);
+    const uint64_t limit = std::min<uint64_t>(job_.var_capacity, frame::kMaxBaseUnits);
     if (tile.units <= limit - header_.var_used) {
       tile.record.base = static_cast<uint32_t>(header_.var_used);
       tile.destination = frame() + sections_.var + header_.var_used * frame::kUnitBytes;
@@ -195,19 +194,19 @@ class FrameEncoder {
       return;
     }
     tile.record.base = static_cast<uint32_t>(position) | frame::kBaseInOverflow;
-    tile.destination = static_cast<uint8_t*>(job_->overflow) + position * frame::kUnitBytes;
+    tile.destination = static_cast<uint8_t*>(job_.overflow) + position * frame::kUnitBytes;
     header_.overflow_used += tile.units;
   }
 
   // The arena belongs to other frames' encoders, too. A failed attempt leaves its cursor alone.
   bool take_overflow(uint32_t units, uint64_t* position) const {
-    if (job_->overflow == nullptr) {
+    if (job_.overflow == nullptr) {
       return false;
     }
-    const std::atomic_ref<uint64_t> cursor(*job_->overflow_cursor);
+    const std::atomic_ref<uint64_t> cursor(*job_.overflow_cursor);
     uint64_t used = cursor.load(std::memory_order_relaxed);
     do {
-      if (used > job_->overflow_capacity || units > job_->overflow_capacity - used) {
+      if (used > job_.overflow_capacity || units > job_.overflow_capacity - used) {
         return false;
       }
     } while (!cursor.compare_exchange_weak(used, used + units, std::memory_order_relaxed));
@@ -223,10 +222,10 @@ class FrameEncoder {
     }
   }
 
-  const memswap_encode_job* job_ = nullptr;
-  EncodeParams params_{};
-  Sections sections_{};
-  uint32_t width_ = 0;
+  const memswap_encode_job& job_;
+  EncodeParams params_;
+  const Sections sections_;
+  const uint32_t width_;
   uint32_t tiles_per_chunk_ = 1;
   EncodeBlocks encode_blocks_ = nullptr;
   Checksum checksum_ = nullptr;
@@ -237,18 +236,15 @@ class FrameEncoder {
 
 }  // namespace
 
-int encode_frames(const BlockCodec& blocks, const memswap_encode_job* jobs, size_t count,
-                  const memswap_launch& launch) {
-  const auto frames = run_frames<FrameEncoder, Workspace>(
-      blocks, jobs, count, launch, [](FrameEncoder& frame, uint32_t chunk, Workspace& workspace) {
-        frame.encode_chunk(chunk, workspace);
-      });
-  if (frames == nullptr) {
+int encode_frame(const BlockCodec& blocks, const memswap_encode_job& job,
+                 const memswap_launch& launch) {
+  FrameEncoder frame(blocks, job);
+  if (!run_chunks<Workspace>(
+          blocks, frame.chunks(), launch,
+          [&](uint32_t chunk, Workspace& workspace) { frame.encode_chunk(chunk, workspace); })) {
     return kOutOfMemory;
   }
-  for (size_t i = 0; i < count; ++i) {
-    frames[i].finish();
-  }
+  frame.finish();
   return MEMSWAP_CODEC_OK;
 }
 

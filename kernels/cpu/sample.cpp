@@ -213,8 +213,8 @@ uint8_t choose(const void* input, uint64_t elements, uint8_t dtype, const memswa
   }
   ChunkQueue queue(sampler.tiles());
   auto work = [&](size_t task) {
-    for (uint64_t tile; queue.take(&tile);) {
-      sampler.encode_tile(static_cast<uint32_t>(tile), workspaces, task);
+    for (uint32_t tile; queue.take(&tile);) {
+      sampler.encode_tile(tile, workspaces, task);
     }
   };
   run_tasks(where, tasks, work);

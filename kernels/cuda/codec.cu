@@ -196,35 +196,36 @@ cudaError_t launch_job(const memswap_decode_job& job, const memswap_launch& wher
 }
 
 template <class Job>
-int run(const Job* jobs, size_t count, const memswap_launch* launch_or_null) {
-  const memswap_launch where = launch_or_null != nullptr ? *launch_or_null : memswap_launch{};
-  if (!arguments::are_valid(jobs, count) ||
+int run(const Job* job, const memswap_launch& where) {
+  if (!arguments::is_valid(job) ||
       !arguments::is_aligned(where.workspace, frame::kAlignmentBytes)) {
     return MEMSWAP_CODEC_BAD_ARGUMENT;
   }
-  for (size_t i = 0; i < count; ++i) {
-    const cudaError_t error = launch_job(jobs[i], where);
-    if (error != cudaSuccess) {
-      // The caller hears of it here; whoever asks the runtime next has launched something else.
-      (void)cudaGetLastError();
-      return static_cast<int>(error);
-    }
+  const cudaError_t error = launch_job(*job, where);
+  if (error != cudaSuccess) {
+    // The caller hears of it here; whoever asks the runtime next has launched something else.
+    (void)cudaGetLastError();
+    return static_cast<int>(error);
   }
   return MEMSWAP_CODEC_OK;
 }
 
-int encode(const memswap_encode_job* jobs, size_t count, const memswap_launch* launch) {
-  // A header that is counted in the frame is complete when all kernels are, and then no warp looks.
-  const bool is_finished_by_a_warp = launch != nullptr && launch->workspace != nullptr;
-  const auto has_report = [](const memswap_encode_job& job) { return job.report != nullptr; };
-  if (!is_finished_by_a_warp && jobs != nullptr && std::any_of(jobs, jobs + count, has_report)) {
-    return MEMSWAP_CODEC_BAD_ARGUMENT;
-  }
-  return run(jobs, count, launch);
+memswap_launch launch_of(const memswap_launch* launch) {
+  return launch != nullptr ? *launch : memswap_launch{};
 }
 
-int decode(const memswap_decode_job* jobs, size_t count, const memswap_launch* launch) {
-  return run(jobs, count, launch);
+int encode(const memswap_encode_job* job, const memswap_launch* launch) {
+  const memswap_launch where = launch_of(launch);
+  // A header that is counted in the frame is complete when all kernels are, and then no warp looks.
+  const bool is_finished_by_a_warp = where.workspace != nullptr;
+  if (job != nullptr && job->report != nullptr && !is_finished_by_a_warp) {
+    return MEMSWAP_CODEC_BAD_ARGUMENT;
+  }
+  return run(job, where);
+}
+
+int decode(const memswap_decode_job* job, const memswap_launch* launch) {
+  return run(job, launch_of(launch));
 }
 
 const char* message(int code) {

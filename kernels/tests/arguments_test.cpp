@@ -12,16 +12,12 @@ class Arguments : public testing::Test {
 
   template <typename Change>
   int encode_with(Change change) {
-    memswap_encode_job jobs[2] = {
-        encode_job(tensor_, {.overflow_capacity = 8}, &frame_),
-        encode_job(tensor_, {.overflow_capacity = 8}, &other_),
-    };
-    const GuardedBuffer before(other_.bytes.size());
-    change(jobs[1]);
-    const int code = codec().encode(jobs, 2, nullptr);
+    memswap_encode_job job = encode_job(tensor_, {.overflow_capacity = 8}, &frame_);
+    change(job);
+    const int code = codec().encode(&job, nullptr);
     if (code != MEMSWAP_CODEC_OK) {
       const GuardedBuffer untouched(frame_.bytes.size());
-      EXPECT_TRUE(frame_.bytes == untouched) << "the first job was begun";
+      EXPECT_TRUE(frame_.bytes == untouched) << "the job was begun";
     }
     return code;
   }
@@ -32,7 +28,7 @@ class Arguments : public testing::Test {
     uint32_t status = 0;
     memswap_decode_job job = decode_job(frame, &output_, &status);
     change(job);
-    return codec().decode(&job, 1, nullptr);
+    return codec().decode(&job, nullptr);
   }
 
   static void* shifted(const void* pointer, int bytes) {
@@ -42,12 +38,16 @@ class Arguments : public testing::Test {
   Tensor tensor_;
   Tensor output_;
   Frame frame_;
-  Frame other_;
 };
 
 TEST_F(Arguments, GoodOnesAreTaken) {
   EXPECT_EQ(encode_with([](memswap_encode_job&) {}), MEMSWAP_CODEC_OK);
   EXPECT_EQ(decode_with([](memswap_decode_job&) {}), MEMSWAP_CODEC_OK);
+}
+
+TEST_F(Arguments, NoJobIsRefused) {
+  EXPECT_EQ(codec().encode(nullptr, nullptr), MEMSWAP_CODEC_BAD_ARGUMENT);
+  EXPECT_EQ(codec().decode(nullptr, nullptr), MEMSWAP_CODEC_BAD_ARGUMENT);
 }
 
 TEST_F(Arguments, ImpossibleEncodesAreRefused) {

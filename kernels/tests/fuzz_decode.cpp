@@ -131,7 +131,7 @@ class Target {
       job.dtype = static_cast<uint8_t>(elements.dtype);
       job.verify = 1;
       job.status = &status;
-      if (codecs_[i]->decode(&job, 1, nullptr) != MEMSWAP_CODEC_OK) {
+      if (codecs_[i]->decode(&job, nullptr) != MEMSWAP_CODEC_OK) {
         fail("decode refused its arguments");
       }
       if (i == 0) {
@@ -355,7 +355,7 @@ class Target {
     job.overflow = made.overflow;
     job.overflow_capacity = arena_units;
     job.overflow_cursor = &cursor;
-    if (codecs_[codec]->encode(&job, 1, nullptr) != MEMSWAP_CODEC_OK) {
+    if (codecs_[codec]->encode(&job, nullptr) != MEMSWAP_CODEC_OK) {
       fail("encode refused its arguments");
     }
     return made;

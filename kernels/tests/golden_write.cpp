@@ -37,7 +37,7 @@ std::vector<uint8_t> portable_frame(const GoldenFrame& golden) {
   job.frame = memory.get();
   job.var_capacity = sections.max_var_units();
   uint64_t written = 0;
-  if (memswap_codec_cpu_with("scalar")->encode(&job, 1, nullptr) != MEMSWAP_CODEC_OK) {
+  if (memswap_codec_cpu_with("scalar")->encode(&job, nullptr) != MEMSWAP_CODEC_OK) {
     std::fprintf(stderr, "%s does not encode\n", golden.name);
     std::exit(1);
   }

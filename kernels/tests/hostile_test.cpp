@@ -295,7 +295,7 @@ TEST_P(Hostile, WithoutVerifyChecksumsAreNotLookedAt) {
   uint32_t status = 0;
   memswap_decode_job job = decode_job(frame, &output, &status);
   job.verify = 0;
-  ASSERT_EQ(codec().decode(&job, 1, nullptr), MEMSWAP_CODEC_OK);
+  ASSERT_EQ(codec().decode(&job, nullptr), MEMSWAP_CODEC_OK);
   EXPECT_EQ(status, frame::kOk);
   EXPECT_TRUE(output.buffer == tensor.buffer);
 }
@@ -307,7 +307,7 @@ TEST_P(Hostile, StatusBitsAreAdded) {
   Tensor output(tensor.dtype, tensor.elements);
   uint32_t status = 1u << 31;
   const memswap_decode_job job = decode_job(frame, &output, &status);
-  ASSERT_EQ(codec().decode(&job, 1, nullptr), MEMSWAP_CODEC_OK);
+  ASSERT_EQ(codec().decode(&job, nullptr), MEMSWAP_CODEC_OK);
   EXPECT_EQ(status, 1u << 31 | frame::kBadHeader);
 }
 

@@ -56,16 +56,15 @@ TEST_P(Overflow, TheArenaIsUsedToItsLastUnit) {
 TEST_P(Overflow, FramesShareAnArena) {
   const uint64_t needed = needed_units(codec());
   Frame frames[2];
-  memswap_encode_job jobs[2];
   GuardedBuffer arena(2 * needed * frame::kUnitBytes);
   uint64_t cursor = 0;
-  for (int i = 0; i < 2; ++i) {
-    jobs[i] = encode_job(tensor(), {.var_capacity = needed / 2}, &frames[i]);
-    jobs[i].overflow = arena.data();
-    jobs[i].overflow_capacity = 2 * needed;
-    jobs[i].overflow_cursor = &cursor;
+  for (Frame& frame : frames) {
+    memswap_encode_job job = encode_job(tensor(), {.var_capacity = needed / 2}, &frame);
+    job.overflow = arena.data();
+    job.overflow_capacity = 2 * needed;
+    job.overflow_cursor = &cursor;
+    ASSERT_EQ(codec().encode(&job, nullptr), MEMSWAP_CODEC_OK);
   }
-  ASSERT_EQ(codec().encode(jobs, 2, nullptr), MEMSWAP_CODEC_OK);
   EXPECT_TRUE(arena.guards_are_whole());
   EXPECT_EQ(frames[0].header().overflow_used + frames[1].header().overflow_used, cursor);
   for (const Frame& frame : frames) {
@@ -74,7 +73,7 @@ TEST_P(Overflow, FramesShareAnArena) {
     memswap_decode_job job = decode_job(frame, &output, &status);
     job.overflow = arena.data();
     job.overflow_capacity = 2 * needed;
-    ASSERT_EQ(codec().decode(&job, 1, nullptr), MEMSWAP_CODEC_OK);
+    ASSERT_EQ(codec().decode(&job, nullptr), MEMSWAP_CODEC_OK);
     EXPECT_EQ(status, frame::kOk);
     EXPECT_TRUE(output.buffer == tensor().buffer);
   }
@@ -86,7 +85,7 @@ TEST_P(Overflow, ACursorBeyondTheArenaMeansNoRoom) {
   memswap_encode_job job =
       encode_job(tensor(), {.var_capacity = 0, .overflow_capacity = 100}, &frame);
   frame.overflow_cursor = 101;
-  ASSERT_EQ(codec().encode(&job, 1, nullptr), MEMSWAP_CODEC_OK);
+  ASSERT_EQ(codec().encode(&job, nullptr), MEMSWAP_CODEC_OK);
   EXPECT_EQ(frame.header().status, frame::kNoRoom);
   EXPECT_EQ(frame.overflow_cursor, 101u);
   EXPECT_TRUE(frame.overflow.guards_are_whole());

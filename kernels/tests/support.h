@@ -156,7 +156,7 @@ inline Frame encode(const memswap_codec& codec, const Tensor& tensor,
                     const EncodeOptions& options) {
   Frame frame;
   const memswap_encode_job job = encode_job(tensor, options, &frame);
-  EXPECT_EQ(codec.encode(&job, 1, &options.launch), MEMSWAP_CODEC_OK);
+  EXPECT_EQ(codec.encode(&job, &options.launch), MEMSWAP_CODEC_OK);
   EXPECT_TRUE(frame.bytes.guards_are_whole()) << "the encoder wrote outside the frame";
   EXPECT_TRUE(frame.overflow.guards_are_whole()) << "the encoder wrote outside the arena";
   return frame;
@@ -183,7 +183,7 @@ inline uint32_t decode(const memswap_codec& codec, const Frame& frame, Tensor* o
                        memswap_launch launch = {}) {
   uint32_t status = 0;
   const memswap_decode_job job = decode_job(frame, output, &status);
-  EXPECT_EQ(codec.decode(&job, 1, &launch), MEMSWAP_CODEC_OK);
+  EXPECT_EQ(codec.decode(&job, &launch), MEMSWAP_CODEC_OK);
   EXPECT_TRUE(output->buffer.guards_are_whole()) << "the decoder wrote outside the tensor";
   return status;
 }

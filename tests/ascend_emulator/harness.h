@@ -122,7 +122,7 @@ inline Frame ascend_encode(const Format& format, const Data& data, uint64_t capa
   machine().cores = run.cores;
   machine().options = run.options;
   const memswap_launch launch{};
-  frame.code = memswap_codec_ascend()->encode(&job, 1, &launch);
+  frame.code = memswap_codec_ascend()->encode(&job, &launch);
   memcpy(frame.begin, output, frame.bytes);
   if (frame.code == 0 && frame.header().status == frame::kOk) {
     device().download(output, frame.bytes);  // fails where a byte was never written
@@ -160,7 +160,7 @@ inline int64_t ascend_decode(const Format& format, const Frame& frame, Data* dat
   machine().cores = run.cores;
   machine().options = run.options;
   const memswap_launch launch{};
-  const int code = memswap_codec_ascend()->decode(&job, 1, &launch);
+  const int code = memswap_codec_ascend()->decode(&job, &launch);
   *data = device().download(output, data->size());
   uint32_t found;
   memcpy(&found, status, sizeof(found));
@@ -183,7 +183,7 @@ inline Frame cpu_encode(const Format& format, const Data& data, const Run& run =
   job.frame = frame.begin;
   job.var_capacity = sections.max_var_units();
   const memswap_launch launch{};
-  check(memswap_codec_cpu()->encode(&job, 1, &launch) == 0, "the CPU encodes");
+  check(memswap_codec_cpu()->encode(&job, &launch) == 0, "the CPU encodes");
   return frame;
 }
 
@@ -205,7 +205,7 @@ inline uint32_t cpu_decode(const Format& format, const Frame& frame, Data* data,
     job.overflow_capacity = arena.size();
   }
   const memswap_launch launch{};
-  check(memswap_codec_cpu()->decode(&job, 1, &launch) == 0, "the CPU decodes");
+  check(memswap_codec_cpu()->decode(&job, &launch) == 0, "the CPU decodes");
   return status;
 }
 

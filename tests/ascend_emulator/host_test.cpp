@@ -75,7 +75,7 @@ int encode(const memswap_encode_job& job, uint32_t max_processors = 0) {
   memswap_launch launch{};
   launch.max_processors = max_processors;
   machine().launches.clear();
-  return memswap_codec_ascend()->encode(&job, 1, &launch);
+  return memswap_codec_ascend()->encode(&job, &launch);
 }
 
 Data normal(uint64_t elements) { return make({Kind::kNormal, 0}, Dtype::kBf16, 1, elements); }
@@ -103,7 +103,7 @@ void test_tiling() {
     launch.stream = &stream;
     launch.max_processors = one.bound;
     machine().launches.clear();
-    const int code = memswap_codec_ascend()->encode(&job, 1, &launch);
+    const int code = memswap_codec_ascend()->encode(&job, &launch);
     const Launches expected{{"begin_frame", 1},
                             {"encode_dense_bf16", one.blocks},
                             {"place_tiles", 1},
@@ -145,7 +145,7 @@ void test_launches() {
   device().reset();
 }
 
-// Nothing waits: the work runs when the stream gets there, and the jobs' array may be gone.
+// Nothing waits: the work runs when the stream gets there, and the job may be gone.
 void test_work_is_stream_ordered() {
   machine().cores = 3;
   const Data first = normal(3 * kTile);
@@ -159,10 +159,10 @@ void test_work_is_stream_ordered() {
   machine().stream = &Stream::enqueue;
   memswap_launch launch{};
   launch.stream = &stream;
-  {
-    std::vector<memswap_encode_job> jobs{one.job, two.job};
-    check(memswap_codec_ascend()->encode(jobs.data(), jobs.size(), &launch) == 0, "two jobs");
-    memset(jobs.data(), 0xee, jobs.size() * sizeof(jobs[0]));
+  for (const Encode* encode : {&one, &two}) {
+    memswap_encode_job job = encode->job;
+    check(memswap_codec_ascend()->encode(&job, &launch) == 0, "an encode");
+    memset(&job, 0xee, sizeof(job));
   }
   check(one.frame().header().magic == 0 && stream.tasks.size() == 8, "nothing has run yet");
   stream.run_all();
@@ -198,7 +198,7 @@ void test_memory_of_somebody_else() {
   back.elements = job.elements;
   back.dtype = job.dtype;
   back.status = &status;
-  check(encode(job) == 0 && memswap_codec_ascend()->decode(&back, 1, nullptr) == 0 &&
+  check(encode(job) == 0 && memswap_codec_ascend()->decode(&back, nullptr) == 0 &&
             status == frame::kOk && output == data,
         "a round trip in memory that is lent for each launch");
   bool caught = false;
@@ -225,7 +225,7 @@ void check_every_launch_is_needed(uint64_t capacity) {
     machine().stream = &Stream::enqueue;
     memswap_launch launch{};
     launch.stream = &stream;
-    check(memswap_codec_ascend()->encode(&one.job, 1, &launch) == 0, "an encode");
+    check(memswap_codec_ascend()->encode(&one.job, &launch) == 0, "an encode");
     const std::string kernel = stream.tasks[missing].kernel;
     stream.tasks.erase(stream.tasks.begin() + static_cast<std::ptrdiff_t>(missing));
     bool damaged = false;
@@ -289,7 +289,7 @@ void test_faults() {
   decode.status = &status;
   machine().failing = "decode_bf16";
   machine().error = 107003;
-  check(codec.decode(&decode, 1, nullptr) == 107003, "a decode that is not launched says so");
+  check(codec.decode(&decode, nullptr) == 107003, "a decode that is not launched says so");
   machine().failing.clear();
   device().reset();
 }
@@ -331,11 +331,11 @@ void test_arguments() {
   memswap_encode_job largest = good.job;
   largest.elements = UINT32_MAX;
   machine().launches.clear();
-  check(codec.encode(&largest, 1, &launch) == 0 && machine().launches[1].second == 48,
+  check(codec.encode(&largest, &launch) == 0 && machine().launches[1].second == 48,
         "2**32 - 1 elements are launched on all cores");
   machine().stream = nullptr;
-  check(codec.encode(nullptr, 0, nullptr) == 0 && codec.encode(nullptr, 1, nullptr) == bad,
-        "no jobs are no error, and a missing array is one");
+  check(codec.encode(nullptr, nullptr) == bad && codec.decode(nullptr, nullptr) == bad,
+        "a call without a job is refused");
   device().reset();
 }
 

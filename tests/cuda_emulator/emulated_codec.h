@@ -22,24 +22,20 @@ inline std::vector<frame::Header>& workspace() {
   return slots;
 }
 
-// Tells the emulator what the jobs may touch, then hands them on.
-inline int emulated_encode(const memswap_encode_job* jobs, size_t count,
-                           const memswap_launch* launch) {
+// Tells the emulator what the job may touch, then hands it on.
+inline int emulated_encode(const memswap_encode_job* job, const memswap_launch* launch) {
   std::deque<emulator::Registered> buffers;
-  for (size_t i = 0; i < count; ++i) {
-    const memswap_encode_job& job = jobs[i];
-    const Dtype dtype = static_cast<Dtype>(job.dtype);
-    const Sections sections =
-        frame::sections_of(dtype, static_cast<Layout>(job.layout), job.elements);
-    buffers.emplace_back(job.input, job.elements * frame::width_of(dtype), "the tensor");
-    buffers.emplace_back(job.frame, sections.bytes(job.var_capacity), "the frame");
-    if (job.overflow != nullptr) {
-      buffers.emplace_back(job.overflow, job.overflow_capacity * frame::kUnitBytes, "the arena");
-      buffers.emplace_back(job.overflow_cursor, sizeof(uint64_t), "the arena's cursor");
-    }
-    if (job.report != nullptr) {
-      buffers.emplace_back(job.report, frame::kHeaderBytes, "the report");
-    }
+  const Dtype dtype = static_cast<Dtype>(job->dtype);
+  const Sections sections =
+      frame::sections_of(dtype, static_cast<Layout>(job->layout), job->elements);
+  buffers.emplace_back(job->input, job->elements * frame::width_of(dtype), "the tensor");
+  buffers.emplace_back(job->frame, sections.bytes(job->var_capacity), "the frame");
+  if (job->overflow != nullptr) {
+    buffers.emplace_back(job->overflow, job->overflow_capacity * frame::kUnitBytes, "the arena");
+    buffers.emplace_back(job->overflow_cursor, sizeof(uint64_t), "the arena's cursor");
+  }
+  if (job->report != nullptr) {
+    buffers.emplace_back(job->report, frame::kHeaderBytes, "the report");
   }
   memswap_launch where = launch != nullptr ? *launch : memswap_launch{};
   if (has_workspace) {
@@ -50,7 +46,7 @@ inline int emulated_encode(const memswap_encode_job* jobs, size_t count,
     buffers.emplace_back(where.workspace, memswap_codec_cuda()->workspace_bytes, "the workspace",
                          true);
   }
-  const int code = memswap_codec_cuda()->encode(jobs, count, &where);
+  const int code = memswap_codec_cuda()->encode(job, &where);
   const auto* bytes = reinterpret_cast<const uint8_t*>(workspace().data());
   if (std::any_of(bytes, bytes + workspace().size() * sizeof(frame::Header),
                   [](uint8_t byte) { return byte != 0; })) {
@@ -60,20 +56,16 @@ inline int emulated_encode(const memswap_encode_job* jobs, size_t count,
   return code;
 }
 
-inline int emulated_decode(const memswap_decode_job* jobs, size_t count,
-                           const memswap_launch* launch) {
+inline int emulated_decode(const memswap_decode_job* job, const memswap_launch* launch) {
   std::deque<emulator::Registered> buffers;
-  for (size_t i = 0; i < count; ++i) {
-    const memswap_decode_job& job = jobs[i];
-    const Dtype dtype = static_cast<Dtype>(job.dtype);
-    buffers.emplace_back(job.output, job.elements * frame::width_of(dtype), "the tensor");
-    buffers.emplace_back(job.frame, job.frame_bytes, "the frame");
-    buffers.emplace_back(job.status, sizeof(uint32_t), "the status");
-    if (job.overflow != nullptr) {
-      buffers.emplace_back(job.overflow, job.overflow_capacity * frame::kUnitBytes, "the arena");
-    }
+  const Dtype dtype = static_cast<Dtype>(job->dtype);
+  buffers.emplace_back(job->output, job->elements * frame::width_of(dtype), "the tensor");
+  buffers.emplace_back(job->frame, job->frame_bytes, "the frame");
+  buffers.emplace_back(job->status, sizeof(uint32_t), "the status");
+  if (job->overflow != nullptr) {
+    buffers.emplace_back(job->overflow, job->overflow_capacity * frame::kUnitBytes, "the arena");
   }
-  return memswap_codec_cuda()->decode(jobs, count, launch);
+  return memswap_codec_cuda()->decode(job, launch);
 }
 
 inline const memswap_codec& emulated() {

@@ -1,4 +1,4 @@
-// Launches: several tensors, bounded processors, what is asked once, room for payloads, arguments,
+// Launches: tensors of all kinds, bounded processors, what is asked once, room for payloads, arguments,
 // and errors of CUDA.
 #include "emulated_codec.h"
 
@@ -8,33 +8,16 @@ namespace {
 class Launches : public Emulated {};
 
 TEST_F(Launches, AreOfManyTensorsOfAllKinds) {
-  std::deque<Tensor> tensors;
-  std::deque<EncodeOptions> options;
-  std::deque<Frame> frames;
-  std::vector<memswap_encode_job> encode_jobs;
   for (uint64_t i = 0; i < 150; ++i) {
     const Dtype dtype = i % 3 != 0 ? Dtype::kBf16 : static_cast<Dtype>(1 + i % frame::kLastDtype);
     const std::vector<Layout> layouts = layouts_of(dtype);
-    options.push_back({.layout = i % 3 != 0 ? Layout::kDense : layouts[i / 3 % layouts.size()]});
-    tensors.push_back(tensor_at(16 * (i % 4), {Kind::kMixed, 0}, dtype, i,
-                                i % 10 == 0 ? 0 : splitmix64(i, 0) % 3000));
-    encode_jobs.push_back(encode_job(tensors[i], options[i], &frames.emplace_back()));
-  }
-  ASSERT_EQ(emulated().encode(encode_jobs.data(), encode_jobs.size(), nullptr), 0);
-  EXPECT_EQ(emulator::launches.size(), 150u);
-  std::deque<Tensor> outputs;
-  std::vector<uint32_t> statuses(tensors.size());
-  std::vector<memswap_decode_job> decode_jobs;
-  for (size_t i = 0; i < tensors.size(); ++i) {
-    SCOPED_TRACE(describe(tensors[i].dtype, options[i].layout));
-    ASSERT_NO_FATAL_FAILURE(expect_same_frame(encode(oracle(), tensors[i], options[i]), frames[i]));
-    outputs.emplace_back(tensors[i].dtype, tensors[i].elements);
-    decode_jobs.push_back(decode_job(frames[i], &outputs[i], &statuses[i]));
-  }
-  ASSERT_EQ(emulated().decode(decode_jobs.data(), decode_jobs.size(), nullptr), 0);
-  for (size_t i = 0; i < tensors.size(); ++i) {
-    EXPECT_EQ(statuses[i], frame::kOk);
-    EXPECT_TRUE(outputs[i].buffer == tensors[i].buffer) << "tensor " << i;
+    const Layout layout = i % 3 != 0 ? Layout::kDense : layouts[i / 3 % layouts.size()];
+    SCOPED_TRACE(describe(dtype, layout));
+    const Tensor tensor = tensor_at(16 * (i % 4), {Kind::kMixed, 0}, dtype, i,
+                                    i % 10 == 0 ? 0 : splitmix64(i, 0) % 3000);
+    const Frame frame = encode(emulated(), tensor, {.layout = layout});
+    ASSERT_NO_FATAL_FAILURE(expect_same_frame(encode(oracle(), tensor, {.layout = layout}), frame));
+    ASSERT_NO_FATAL_FAILURE(expect_round_trip(emulated(), frame, tensor));
   }
 }
 
@@ -54,7 +37,7 @@ TEST_F(Launches, AreOneEachWay) {
     Tensor output(tensor.dtype, tensor.elements);
     memswap_decode_job job = decode_job(frame, &output, &status);
     job.layout_hint = static_cast<uint8_t>(1 + static_cast<uint32_t>(layout));
-    ASSERT_EQ(emulated().decode(&job, 1, nullptr), 0);
+    ASSERT_EQ(emulated().decode(&job, nullptr), 0);
     EXPECT_EQ(emulator::launches.size(), 1u);
     EXPECT_EQ(status, frame::kOk);
     EXPECT_TRUE(output.buffer == tensor.buffer);
@@ -74,7 +57,7 @@ TEST_F(Launches, AHintThatIsWrongIsAnErrorOrHarmless) {
       Tensor output(tensor.dtype, tensor.elements);
       memswap_decode_job job = decode_job(frame, &output, &status);
       job.layout_hint = hint_of(hint);
-      ASSERT_EQ(emulated().decode(&job, 1, nullptr), 0);
+      ASSERT_EQ(emulated().decode(&job, nullptr), 0);
       if ((layout == Layout::kSparse) == (hint == Layout::kSparse)) {
         EXPECT_EQ(status, frame::kOk);
         EXPECT_TRUE(output.buffer == tensor.buffer);
@@ -86,25 +69,14 @@ TEST_F(Launches, AHintThatIsWrongIsAnErrorOrHarmless) {
 }
 
 TEST_F(Launches, AreTwoForAFrameWithoutAHint) {
-  std::deque<Tensor> tensors, outputs;
-  std::deque<Frame> frames;
-  std::vector<uint32_t> statuses(40);
-  std::vector<memswap_decode_job> jobs;
   for (uint32_t i = 0; i < 40; ++i) {
     const Layout layout = i % 2 == 0 ? Layout::kDense : Layout::kSparse;
-    tensors.push_back(tensor_at(0, {Kind::kMixed, 0}, Dtype::kBf16, i, 700 * i));
-    frames.push_back(encode(emulated(), tensors[i], {.layout = layout}));
-    outputs.emplace_back(tensors[i].dtype, tensors[i].elements);
-    jobs.push_back(decode_job(frames[i], &outputs[i], &statuses[i]));
-    jobs[i].layout_hint =
-        i % 3 == 0 ? uint8_t{0} : static_cast<uint8_t>(1 + static_cast<uint32_t>(layout));
-  }
-  emulator::launches.clear();
-  ASSERT_EQ(emulated().decode(jobs.data(), jobs.size(), nullptr), 0);
-  EXPECT_EQ(emulator::launches.size(), 40u + 14u);
-  for (uint32_t i = 0; i < 40; ++i) {
-    EXPECT_EQ(statuses[i], frame::kOk) << "tensor " << i;
-    EXPECT_TRUE(outputs[i].buffer == tensors[i].buffer) << "tensor " << i;
+    SCOPED_TRACE(describe(Dtype::kBf16, layout));
+    const Tensor tensor = tensor_at(0, {Kind::kMixed, 0}, Dtype::kBf16, i, 700 * i);
+    const Frame frame = encode(emulated(), tensor, {.layout = layout});
+    emulator::launches.clear();
+    ASSERT_NO_FATAL_FAILURE(expect_round_trip(emulated(), frame, tensor));
+    EXPECT_EQ(emulator::launches.size(), 2u);
   }
 }
 
@@ -141,11 +113,11 @@ TEST_F(Launches, WriteTheFinishedHeaderForTheHostAsWell) {
     memswap_encode_job job = encode_job(tensor, {}, &frame);
     Header report{};
     job.report = &report;
-    ASSERT_EQ(emulated().encode(&job, 1, nullptr), 0);
+    ASSERT_EQ(emulated().encode(&job, nullptr), 0);
     EXPECT_EQ(memcmp(&report, frame.bytes.data(), frame::kHeaderBytes), 0);
     EXPECT_EQ(report.elements, elements);
     has_workspace = false;
-    EXPECT_EQ(emulated().encode(&job, 1, nullptr), MEMSWAP_CODEC_BAD_ARGUMENT)
+    EXPECT_EQ(emulated().encode(&job, nullptr), MEMSWAP_CODEC_BAD_ARGUMENT)
         << "nobody finishes a header that is counted in the frame";
     has_workspace = true;
   }
@@ -242,16 +214,15 @@ TEST_F(Launches, SharedCursorsAreNeverHandedOutTwice) {
   const Tensor tensor = tensor_at(0, {Kind::kOutliers, 9}, Dtype::kBf16, 3, 6 * 8192);
   const uint64_t needed = encode(oracle(), tensor, {}).header().var_used;
   Frame frames[3];
-  memswap_encode_job jobs[3];
   GuardedBuffer arena(3 * needed * frame::kUnitBytes);
   uint64_t cursor = 0;
-  for (int i = 0; i < 3; ++i) {
-    jobs[i] = encode_job(tensor, {.var_capacity = needed / 2}, &frames[i]);
-    jobs[i].overflow = arena.data();
-    jobs[i].overflow_capacity = 3 * needed;
-    jobs[i].overflow_cursor = &cursor;
+  for (Frame& frame : frames) {
+    memswap_encode_job job = encode_job(tensor, {.var_capacity = needed / 2}, &frame);
+    job.overflow = arena.data();
+    job.overflow_capacity = 3 * needed;
+    job.overflow_cursor = &cursor;
+    ASSERT_EQ(emulated().encode(&job, nullptr), 0);
   }
-  ASSERT_EQ(emulated().encode(jobs, 3, nullptr), 0);
   EXPECT_TRUE(arena.guards_are_whole());
   uint64_t used = 0;
   for (Frame& frame : frames) {
@@ -261,7 +232,7 @@ TEST_F(Launches, SharedCursorsAreNeverHandedOutTwice) {
     memswap_decode_job job = decode_job(frame, &output, &status);
     job.overflow = arena.data();
     job.overflow_capacity = 3 * needed;
-    ASSERT_EQ(emulated().decode(&job, 1, nullptr), 0);
+    ASSERT_EQ(emulated().decode(&job, nullptr), 0);
     EXPECT_EQ(status, frame::kOk);
     EXPECT_TRUE(output.buffer == tensor.buffer);
   }
@@ -273,7 +244,7 @@ TEST_F(Launches, AnErrorOfCudaIsReturned) {
   Frame frame;
   const memswap_encode_job job = encode_job(tensor, {}, &frame);
   emulator::machine.fail_launch = 719;
-  EXPECT_EQ(emulated().encode(&job, 1, nullptr), 719);
+  EXPECT_EQ(emulated().encode(&job, nullptr), 719);
   EXPECT_EQ(emulator::machine.last_error, 0) << "the next to ask would take it for its own";
   EXPECT_STREQ(emulated().message(719), "an emulated error");
   EXPECT_NE(emulated().message(-77), nullptr);
@@ -282,12 +253,11 @@ TEST_F(Launches, AnErrorOfCudaIsReturned) {
 TEST_F(Launches, BadArgumentsEnqueueNothing) {
   const Tensor tensor = tensor_at(0, {Kind::kNormal, 0}, Dtype::kBf16, 1, 1000);
   Frame frame;
-  memswap_encode_job jobs[2] = {encode_job(tensor, {}, &frame), encode_job(tensor, {}, &frame)};
-  const memswap_encode_job good = jobs[0];
+  const memswap_encode_job good = encode_job(tensor, {}, &frame);
   const auto expect_bad = [&](auto change) {
-    jobs[1] = good;
-    change(jobs[1]);
-    EXPECT_EQ(memswap_codec_cuda()->encode(jobs, 2, nullptr), MEMSWAP_CODEC_BAD_ARGUMENT);
+    memswap_encode_job job = good;
+    change(job);
+    EXPECT_EQ(memswap_codec_cuda()->encode(&job, nullptr), MEMSWAP_CODEC_BAD_ARGUMENT);
   };
   expect_bad([](memswap_encode_job& job) { job.input = nullptr; });
   expect_bad([](memswap_encode_job& job) { job.input = static_cast<const char*>(job.input) + 1; });
@@ -297,12 +267,11 @@ TEST_F(Launches, BadArgumentsEnqueueNothing) {
   expect_bad([](memswap_encode_job& job) { job.layout = 2; });
   expect_bad([](memswap_encode_job& job) { job.profile = 2; });
   expect_bad([](memswap_encode_job& job) { job.overflow = job.frame; });
-  jobs[1] = good;
   memswap_launch launch{};
   launch.workspace = static_cast<char*>(good.frame) + 64;
-  EXPECT_EQ(memswap_codec_cuda()->encode(jobs, 2, &launch), MEMSWAP_CODEC_BAD_ARGUMENT);
-  EXPECT_EQ(memswap_codec_cuda()->encode(nullptr, 1, nullptr), MEMSWAP_CODEC_BAD_ARGUMENT);
-  EXPECT_EQ(memswap_codec_cuda()->encode(nullptr, 0, nullptr), MEMSWAP_CODEC_OK);
+  EXPECT_EQ(memswap_codec_cuda()->encode(&good, &launch), MEMSWAP_CODEC_BAD_ARGUMENT);
+  EXPECT_EQ(memswap_codec_cuda()->encode(nullptr, nullptr), MEMSWAP_CODEC_BAD_ARGUMENT);
+  EXPECT_EQ(memswap_codec_cuda()->decode(nullptr, nullptr), MEMSWAP_CODEC_BAD_ARGUMENT);
   EXPECT_TRUE(emulator::launches.empty());
 }
 

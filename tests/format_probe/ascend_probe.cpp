@@ -29,7 +29,7 @@ int encode(const memswap_encode_job& job) {
         device().upload(reinterpret_cast<const uint8_t*>(job.overflow_cursor), sizeof(uint64_t)));
   }
   const memswap_launch launch{};
-  const int code = memswap_codec_ascend()->encode(&there, 1, &launch);
+  const int code = memswap_codec_ascend()->encode(&there, &launch);
   memcpy(job.frame, frame, bytes);
   if (arena != nullptr) {
     memcpy(job.overflow, arena, arena_bytes);
@@ -50,7 +50,7 @@ int decode(const memswap_decode_job& job) {
   there.output = output;
   there.status = reinterpret_cast<uint32_t*>(status);
   const memswap_launch launch{};
-  const int code = memswap_codec_ascend()->decode(&there, 1, &launch);
+  const int code = memswap_codec_ascend()->decode(&there, &launch);
   memcpy(job.output, output, bytes);
   memcpy(job.status, status, sizeof(uint32_t));
   device().reset();

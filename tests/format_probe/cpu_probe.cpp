@@ -6,8 +6,8 @@ namespace {
 
 const memswap_codec* codec;
 
-int encode(const memswap_encode_job& job) { return codec->encode(&job, 1, nullptr); }
-int decode(const memswap_decode_job& job) { return codec->decode(&job, 1, nullptr); }
+int encode(const memswap_encode_job& job) { return codec->encode(&job, nullptr); }
+int decode(const memswap_decode_job& job) { return codec->decode(&job, nullptr); }
 
 }  // namespace
 

@@ -4,12 +4,8 @@
 
 namespace {
 
-int encode(const memswap_encode_job& job) {
-  return memswap::test::emulated_encode(&job, 1, nullptr);
-}
-int decode(const memswap_decode_job& job) {
-  return memswap::test::emulated_decode(&job, 1, nullptr);
-}
+int encode(const memswap_encode_job& job) { return memswap::test::emulated_encode(&job, nullptr); }
+int decode(const memswap_decode_job& job) { return memswap::test::emulated_decode(&job, nullptr); }
 
 }  // namespace
 

@@ -16,7 +16,7 @@ inline const char* message_of(int code) {
     case MEMSWAP_CODEC_OK:
       return "success";
     case MEMSWAP_CODEC_BAD_ARGUMENT:
-      return "bad argument: a pointer is NULL or not aligned (frames to 128 bytes, overflow arenas "
+      return "bad argument: there is no job, a pointer is NULL or not aligned (frames to 128 bytes, overflow arenas "
              "to 8, tensors to their elements), the layout does not fit the dtype, a dtype, layout "
              "or profile is unknown, a size is beyond what a frame can hold, or only one of "
              "overflow and overflow_cursor is given";
@@ -63,18 +63,10 @@ inline bool is_valid(const memswap_decode_job& job) {
          job.overflow_capacity <= frame::kMaxBaseUnits && job.layout_hint <= frame::kLastLayout + 1;
 }
 
-// Whether a call may start: there are jobs where some were promised, and all are possible.
+// Whether a call may start: there is a job, and it is possible.
 template <class Job>
-bool are_valid(const Job* jobs, size_t count) {
-  if (jobs == nullptr) {
-    return count == 0;
-  }
-  for (size_t i = 0; i < count; ++i) {
-    if (!is_valid(jobs[i])) {
-      return false;
-    }
-  }
-  return true;
+bool is_valid(const Job* job) {
+  return job != nullptr && is_valid(*job);
 }
 
 }  // namespace memswap::arguments

@@ -2,8 +2,8 @@
  *
  * Every pointer below is readable (and, for outputs, writable) by the device that runs the work.
  * Nothing here allocates, and nothing waits: on a device, calls enqueue work on a stream and
- * return. The caller keeps jobs' buffers alive until that work has ended; the job array itself may
- * go as soon as the call returns. */
+ * return. The caller keeps a job's buffers alive until that work has ended; the job itself may go as
+ * soon as the call returns. */
 #ifndef MEMSWAP_CODEC_H
 #define MEMSWAP_CODEC_H
 
@@ -14,7 +14,7 @@
 extern "C" {
 #endif
 
-#define MEMSWAP_CODEC_VERSION 5
+#define MEMSWAP_CODEC_VERSION 6
 
 /* How an encoder chooses. The decoder never needs to know. */
 enum memswap_profile {
@@ -82,8 +82,8 @@ typedef struct memswap_launch {
 typedef struct memswap_codec {
   uint32_t version; /* MEMSWAP_CODEC_VERSION */
   const char* name; /* "cpu", "cuda", ... */
-  int (*encode)(const memswap_encode_job* jobs, size_t count, const memswap_launch* launch);
-  int (*decode)(const memswap_decode_job* jobs, size_t count, const memswap_launch* launch);
+  int (*encode)(const memswap_encode_job* job, const memswap_launch* launch);
+  int (*decode)(const memswap_decode_job* job, const memswap_launch* launch);
   const char* (*message)(int code); /* never NULL; valid until this thread asks again */
   uint32_t spare_tiles;     /* an encode may leave the room of so many tiles in var unused, and then
                                needs it in the overflow arena beyond what var lacks; at least 1 */

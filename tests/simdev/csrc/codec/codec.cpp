@@ -96,28 +96,20 @@ int enqueue(const char* name, const Job& job, void* stream, void (*run)(void*)) 
              : MEMSWAP_CODEC_OK;
 }
 
-int encode(const memswap_encode_job* jobs, size_t count, const memswap_launch* launch) {
-  for (size_t i = 0; i < count; ++i) {
-    const int code = enqueue("memswap::encode", jobs[i], launch->stream, [](void* context) {
-      const memswap_launch here{};
-      const auto* job = static_cast<const memswap_encode_job*>(context);
-      host_codec.load()->encode(job, 1, &here);
-      if (job->report) std::memcpy(job->report, job->frame, frame::kHeaderBytes);
-    });
-    if (code != MEMSWAP_CODEC_OK) return code;
-  }
-  return MEMSWAP_CODEC_OK;
+int encode(const memswap_encode_job* job, const memswap_launch* launch) {
+  return enqueue("memswap::encode", *job, launch->stream, [](void* context) {
+    const memswap_launch here{};
+    const auto* there = static_cast<const memswap_encode_job*>(context);
+    host_codec.load()->encode(there, &here);
+    if (there->report) std::memcpy(there->report, there->frame, frame::kHeaderBytes);
+  });
 }
 
-int decode(const memswap_decode_job* jobs, size_t count, const memswap_launch* launch) {
-  for (size_t i = 0; i < count; ++i) {
-    const int code = enqueue("memswap::decode", jobs[i], launch->stream, [](void* job) {
-      const memswap_launch here{};
-      host_codec.load()->decode(static_cast<memswap_decode_job*>(job), 1, &here);
-    });
-    if (code != MEMSWAP_CODEC_OK) return code;
-  }
-  return MEMSWAP_CODEC_OK;
+int decode(const memswap_decode_job* job, const memswap_launch* launch) {
+  return enqueue("memswap::decode", *job, launch->stream, [](void* context) {
+    const memswap_launch here{};
+    host_codec.load()->decode(static_cast<memswap_decode_job*>(context), &here);
+  });
 }
 
 const char* message(int code) {
