@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from budget_layers import FAST, managed, new_layers, rates_for, step
@@ -9,6 +11,7 @@ from helpers import assert_released, assert_same_gradients
 
 import memswap
 from memswap import Action, Rates
+from memswap._native import native
 from memswap.planning import learner, verdicts
 from memswap.planning.holding import SAMPLES, Holding, Sample, sample_of
 
@@ -106,6 +109,19 @@ def test_a_plan_that_costs_what_it_may_is_held_and_says_so(device, new_pool, mon
         step(layers, 32, device)
         assert manager.stats().moved_storages > 0, "steps stay plain after they were compared"
     assert_released(manager, pool)
+
+
+def test_free_memory_is_what_was_free_where_the_most_was_there(device, monkeypatch):
+    """Where a forward begins, the least is there: a step may need at its peak what is free then."""
+    of_machine = SimpleNamespace(limits=SimpleNamespace(free_bytes=1 << 40))  # others take some
+    monkeypatch.setattr(learner, "host_share", lambda: of_machine)
+    nbytes = 1 << 26
+    gauge = native.MemoryGauge(device)
+    beyond = gauge.peak - gauge.now + nbytes  # a process has had its peak long ago
+    free = learner.free_bytes(device)
+    step_peak = torch.ones(beyond, dtype=torch.uint8, device=device)
+    del step_peak
+    assert free - learner.free_bytes(device) >= nbytes // 2, "what the peak took counts as free"
 
 
 def test_without_memory_for_a_plain_step_marks_alone_tell(device, new_pool, monkeypatch):

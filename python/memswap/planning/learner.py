@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from memswap._native import native
 from memswap.engine.host_memory import host_share
 from memswap.engine.pools import DiskPool
 from memswap.engine.units import format_bytes
@@ -455,12 +456,22 @@ class Learner:
 
 
 def free_bytes(device: torch.device) -> int | None:
-    """Bytes that may still be allocated on a device; None: nobody can say."""
+    """Bytes that were free on a device where the most was there; None: nobody can say.
+
+    A forward begins where the least is there: what is free then a step's own peak may need. The
+    most is that since the process began, or since somebody had it counted anew
+    (`torch.cuda.reset_peak_memory_stats`).
+    """
     if device.type == "cpu":
-        return host_share().limits.free_bytes
-    module = torch.get_device_module(device)
-    if not hasattr(module, "mem_get_info"):
+        free = host_share().limits.free_bytes
+    else:
+        module = torch.get_device_module(device)
+        if not hasattr(module, "mem_get_info"):
+            return None
+        free = int(module.mem_get_info(device)[0])
+        free += int(module.memory_reserved(device) - module.memory_allocated(device))
+    try:
+        gauge = native.MemoryGauge(device)
+    except RuntimeError:  # there is no such count
         return None
-    free, _ = module.mem_get_info(device)
-    unused = module.memory_reserved(device) - module.memory_allocated(device)
-    return int(free) + int(unused)
+    return max(free - (gauge.peak - gauge.now), 0)
