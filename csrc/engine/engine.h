@@ -184,7 +184,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   Lock lock;
   Ledger ledger;
   Departing departing;
-  BatchLimits batch_limits;
+  BatchLimits batch_limits;  // what it is made with suits links; tests of time have others
   Timeline timeline;
   Planning planning{*this};
 

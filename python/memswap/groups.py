@@ -231,7 +231,7 @@ class Group(Uncopied):
         engine.tell_of_pools()  # of the batches before
         if engine.recipes is not None:
             engine.recipes.begin_iteration()
-        return Batch(engine, self.name, self._timeline.begin())
+        return native.Batch(engine, self.name, self._timeline.begin())
 
     def add(self, tensor: torch.Tensor) -> Added:
         """Add a tensor by hand to the open block's batch, or else to the newest.

@@ -47,9 +47,11 @@ class Chained(nn.Module):
     def look(self, gradient: torch.Tensor) -> None:
         """Backward is here: what counts now, and what is alive of what the iteration saved."""
         if self.engine is not None:
-            with self.engine.lock:
-                counted = self.engine.ledger.counters.resident_bytes
-                self.seen.append((counted, self.engine.iteration.present_bytes(1)))
+            self.engine.lock.run(self.note)
+
+    def note(self) -> None:
+        counted = self.engine.ledger.counters.resident_bytes
+        self.seen.append((counted, self.engine.iteration.present_bytes(1)))
 
 
 class Chains:
@@ -158,9 +160,7 @@ def test_no_plan_recomputes_what_a_policy_prefers_to_save(device, new_pool):
     policy_fn = policy_of(CheckpointPolicy.PREFER_SAVE, [aten.cos.default])
     regions = memswap.checkpoint_module(model.layers, policy_fn=policy_fn)
     policy = memswap.Policy(min_bytes=1)
-    with memswap.manage(
-        model.layers, policy, pool=new_pool(), budget="75%", rates=FAST
-    ) as manager:
+    with memswap.manage(model.layers, policy, pool=new_pool(), budget="75%", rates=FAST) as manager:
         for _ in range(8):
             assert_same_gradients(train_step(model, lambda: model(x)), plain)
         plan = manager.plan
