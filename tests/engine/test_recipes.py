@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import memswap
-from memswap.engine import recipes
+from memswap.engine import recipes, training
 
 pytestmark = pytest.mark.own_form("its recipes are learnt, which takes proofs")
 
@@ -516,7 +516,7 @@ def test_what_an_optimizer_changes_is_read_before(device, monkeypatch):
     class Handle:
         def remove(self) -> None: ...
 
-    monkeypatch.setattr(recipes, "register_optimizer_step_pre_hook", lambda hook: Handle())
+    monkeypatch.setattr(training, "register_optimizer_step_pre_hook", lambda hook: Handle())
     weight = nn.Parameter(random(device, 16, 16))
     step = torch.optim.SGD([weight], lr=0.1)
     weight.grad = torch.ones_like(weight)

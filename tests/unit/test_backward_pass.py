@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from memswap.hooks.training import BackwardPass
+from memswap.engine.training import BackwardPass
 
 pytestmark = pytest.mark.cpu_only
 

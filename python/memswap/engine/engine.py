@@ -16,9 +16,12 @@ from memswap.engine.action import TensorInfo
 from memswap.engine.compiled import uncompiled_methods
 from memswap.engine.pools import Endurance
 from memswap.engine.stats import Stats, WindowStats, snapshot
+from memswap.engine.training import before_optimizer_steps
 from memswap.engine.transfers import OpenTransfers
 
 if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
     from memswap.engine.action import Action
     from memswap.engine.director import Director
     from memswap.engine.transfers import Pool, Transfers
@@ -63,7 +66,7 @@ class Engine(native.Engine):
         self.policy = policy
         self._transfers = OpenTransfers(pool)
         self._since = Endurance(pool)
-        recipes.watch_optimizers(self)
+        before_optimizer_steps(self._read_before_edits)
 
     @property
     def policy(self) -> Policy:
@@ -94,6 +97,12 @@ class Engine(native.Engine):
         """Know operators if the policy or a plan may ask for it."""
         if recipes.wants_recipes(self._policy, self.planning.directed):
             self.open_recipes()
+
+    def _read_before_edits(self, optimizer: Optimizer) -> None:
+        """A graph that is alive may read a parameter once more: its recipes are run now."""
+        if self.recipes is not None:
+            edited = [one for group in optimizer.param_groups for one in group["params"]]
+            self.recipes.before_edits(edited)
 
     # --- the life of an iteration -----------------------------------------------------------------
 

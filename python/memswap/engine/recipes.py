@@ -6,17 +6,14 @@ csrc/engine (recipes.h). Here stands when an engine has them.
 
 from __future__ import annotations
 
-import weakref
-from typing import TYPE_CHECKING, Any
-
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from typing import TYPE_CHECKING
 
 from memswap._native import native
 from memswap.engine.action import RECOMPUTE
 from memswap.engine.units import format_bytes
 
 if TYPE_CHECKING:
-    from torch.optim import Optimizer
+    from collections.abc import Mapping, Sequence
 
     from memswap.planning.policy import Policy
 
@@ -41,23 +38,14 @@ def describe_recipes(known: native.Recipes | None) -> list[str]:
     for (_, _, nbytes), (words, passed, failed) in known.learnt() if known is not None else ():
         if passed >= PROOFS and not failed:
             found.setdefault(words, []).append(nbytes)
-    told = [
-        f"{words} ({len(sizes)} x, {format_bytes(sum(sizes))})"
-        for words, sizes in sorted(found.items(), key=lambda item: -sum(item[1]))
-    ]
-    return [f"recipes: {'; '.join(told)}"] if told else []
+    return [f"recipes: {in_words(found)}"] if found else []
 
 
-def watch_optimizers(engine: native.Engine) -> None:
-    """Have the recipes of an engine keep what any optimizer is about to change."""
-    known = weakref.ref(engine)
+def in_words(sizes: Mapping[str, Sequence[int]]) -> str:
+    """Recipes for people, those of most bytes first: ``"silu of gate (4 x, 12.0 MiB)"``.
 
-    def before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """A graph that is alive may read a parameter once more: its recipes are run now."""
-        alive = known()
-        if alive is not None and alive.recipes is not None:
-            edited = [one for group in optimizer.param_groups for one in group["params"]]
-            alive.recipes.before_edits(edited)
-
-    handle = register_optimizer_step_pre_hook(before_step)
-    weakref.finalize(engine, handle.remove).atexit = False
+    Args:
+        sizes: bytes of the storages that each makes again.
+    """
+    ordered = sorted(sizes.items(), key=lambda item: -sum(item[1]))
+    return "; ".join(f"{w} ({len(each)} x, {format_bytes(sum(each))})" for w, each in ordered)

@@ -15,9 +15,9 @@ from torch.optim.optimizer import Optimizer
 from torch.utils._python_dispatch import _disable_current_modes
 
 from memswap.engine.autograd import differentiable, in_backward
+from memswap.engine.training import BackwardPass, before_optimizer_steps
 from memswap.errors import RankMismatchError
 from memswap.hooks.module_hooks import AtEnd, ModuleHooks
-from memswap.hooks.training import BackwardPass, before_optimizer_steps
 from memswap.parallel.applied import AppliedContext
 from memswap.parallel.arriving import ArrivingTensor
 from memswap.parallel.comm import ranks_that_differ

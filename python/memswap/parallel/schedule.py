@@ -22,8 +22,8 @@ from weakref import WeakKeyDictionary
 from torch import nn
 
 from memswap.engine.autograd import in_backward
+from memswap.engine.training import BackwardPass
 from memswap.errors import InplaceEditError, RankMismatchError
-from memswap.hooks.training import BackwardPass
 from memswap.parallel.comm import Comm, ProcessGroupComm, ranks_that_differ
 from memswap.parallel.slots import SlotPool, SlotStats
 from memswap.parallel.unit import Reduction, State, Unit

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 
 from memswap.engine.action import Action
+from memswap.engine.recipes import in_words
 from memswap.engine.units import aligned, format_bytes
 from memswap.planning.step import Step
 
@@ -151,20 +152,12 @@ class Plan:
 
     def recomputed(self) -> str:
         """Which operators are run again in place of what they made, in one line; empty: none."""
-        groups: dict[str, list[PlannedStorage]] = {}
+        sizes: dict[str, list[int]] = {}
         for one in self.storages:
             if one.action is Action.RECOMPUTE:
-                groups.setdefault(one.recipe, []).append(one)
-        if not groups:
-            return ""
-        told = [
-            f"{words} ({len(found)} x, {format_bytes(sum(one.nbytes for one in found))})"
-            for words, found in sorted(
-                groups.items(), key=lambda item: -sum(one.nbytes for one in item[1])
-            )
-        ]
-        nbytes = sum(one.nbytes for found in groups.values() for one in found)
-        return f"recomputed, {format_bytes(nbytes)} in all: {'; '.join(told)}"
+                sizes.setdefault(one.recipe, []).append(one.nbytes)
+        nbytes = sum(map(sum, sizes.values()))
+        return f"recomputed, {format_bytes(nbytes)} in all: {in_words(sizes)}" if sizes else ""
 
     def summary(self) -> str:
         """What is where at the peak, and what it costs, predicted and measured, in a few lines."""

@@ -22,7 +22,7 @@ from memswap.compat.internevo.parts import (
 from memswap.compat.internevo.pool import MemoryPool
 from memswap.compat.internevo.raw import Done, FirstUses, check_whole, gather_rows, reduce_rows
 from memswap.engine.autograd import graph_task
-from memswap.hooks.training import BackwardPass
+from memswap.engine.training import BackwardPass
 from memswap.parallel.comm import Comm, Ticket
 
 #: Without blocks: so many of the next uses are gathered ahead.

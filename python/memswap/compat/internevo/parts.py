@@ -24,7 +24,7 @@ from torch.optim.optimizer import Optimizer
 
 from memswap._native import native
 from memswap.compat.internevo.raw import Allocate, reduction_named
-from memswap.hooks.training import before_optimizer_steps
+from memswap.engine.training import before_optimizer_steps
 from memswap.parallel.comm import Comm, Ticket
 
 #: Whole gradients on their way at once, at most; their memory is free when they have been waited

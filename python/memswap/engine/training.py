@@ -61,4 +61,6 @@ def before_optimizer_steps(method: Callable[[Optimizer], None]) -> finalize[[], 
 
     handle = register_optimizer_step_pre_hook(before_step)
     owner: Any = method.__self__  # type: ignore[attr-defined]
-    return finalize(owner, handle.remove)
+    ends = finalize(owner, handle.remove)
+    ends.atexit = False
+    return ends
