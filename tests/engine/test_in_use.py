@@ -27,19 +27,20 @@ FAST = Rates("a machine with a fast link", 1e12, 1e12, 1e12, 1e12)
 DEPTH = 3
 #: Outputs that a layer's policy saves: more than one operator could ask for in a row.
 SAVED = 12
+ALIKE = (SAVED,) * DEPTH
 
 
 class Chained(nn.Module):
     """Costly outputs, each of which the next operator saves as well; as the first one does `x`."""
 
-    def __init__(self, seen: list[tuple[int, int]]) -> None:
+    def __init__(self, seen: list[tuple[int, int]], saved: int = SAVED) -> None:
         super().__init__()
-        self.seen = seen
+        self.seen, self.saved = seen, saved
         self.engine: Any = None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         hidden = x.sin()
-        for _ in range(SAVED):
+        for _ in range(self.saved):
             hidden = double(hidden).cos()
             hidden.register_hook(self.look)
         return hidden
@@ -57,9 +58,16 @@ class Chained(nn.Module):
 class Chains:
     """Layers that are regions with a policy, under a budget."""
 
-    def __init__(self, device: torch.device, pool: Any, budget: int | str, decision: Any) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        pool: Any,
+        budget: int | str,
+        decision: Any,
+        saved: tuple[int, ...] = ALIKE,
+    ) -> None:
         self.seen: list[tuple[int, int]] = []
-        self.model, self.x = chains(device, self.seen), new_input(device)
+        self.model, self.x = chains(device, self.seen, saved), new_input(device)
         policy_fn = policy_of(decision, [DOUBLE])
         self.regions = memswap.checkpoint_module(self.model.layers, policy_fn=policy_fn)
         self.manager = memswap.manage(
@@ -80,14 +88,18 @@ class Chains:
         self.regions.remove()
 
 
-def chains(device: torch.device, seen: list[tuple[int, int]]) -> Stack:
+def chains(
+    device: torch.device, seen: list[tuple[int, int]], saved: tuple[int, ...] = ALIKE
+) -> Stack:
     model = new_stack(device, depth=0)
-    model.layers.extend(Chained(seen) for _ in range(DEPTH))
+    model.layers.extend(Chained(seen, number) for number in saved)
     return model
 
 
-def plain_gradients(device: torch.device) -> list[torch.Tensor | None]:
-    model = chains(device, [])
+def plain_gradients(
+    device: torch.device, saved: tuple[int, ...] = ALIKE
+) -> list[torch.Tensor | None]:
+    model = chains(device, [], saved)
     return train_step(model, lambda: model(new_input(device)))
 
 
@@ -149,6 +161,25 @@ def test_a_plan_moves_what_a_policy_prefers_to_save_and_nothing_runs_again(devic
     assert most > SAVED * storage_bytes, "nothing is in use for long: the test shows nothing"
     assert most <= plan.measured_peak_bytes <= plan.peak_bytes <= budget
     assert plan.peak_bytes - most <= 2 * storage_bytes, "the prediction is far off"
+    one.remove()
+    assert_released(one.manager, pool)
+
+
+def test_the_smallest_budget_has_room_for_all_that_a_region_has_in_use(device, new_pool):
+    """It takes more than those that stay: what was asked for first is in use when the last comes."""
+    saved, decision = (SAVED, 2, 2), CheckpointPolicy.PREFER_SAVE
+    plain = plain_gradients(device, saved)
+    one = Chains(device, new_pool(), 1, decision, saved)
+    with pytest.raises(memswap.BudgetError, match="at least") as raised:
+        one.steps(plain, 9)
+    one.remove()
+    smallest, pool = raised.value.smallest_bytes, new_pool()
+    one = Chains(device, pool, smallest, decision, saved)
+    one.steps(plain, 6)
+    one.seen.clear()
+    plan = one.steps(plain, 2)
+    most = max(alive for _, alive in one.seen)
+    assert most <= plan.measured_peak_bytes <= plan.peak_bytes <= smallest
     one.remove()
     assert_released(one.manager, pool)
 
