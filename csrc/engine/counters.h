@@ -50,9 +50,7 @@ struct Counters {
   int64_t most_lately() { return std::exchange(lately_resident_bytes, 0); }
 
   // Absolute numbers, so that an update that an interrupt cut off corrects itself with the next.
-  void set_in_use(int64_t nbytes) {
-    resident(nbytes - std::exchange(in_use_bytes, nbytes));
-  }
+  void set_in_use(int64_t nbytes) { resident(nbytes - std::exchange(in_use_bytes, nbytes)); }
   void set_reserved(int64_t nbytes) { resident(nbytes - std::exchange(reserved_bytes, nbytes)); }
   void set_made(int64_t nbytes) { resident(nbytes - std::exchange(made_bytes, nbytes)); }
 

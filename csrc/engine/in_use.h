@@ -13,12 +13,12 @@ namespace memswap {
 class Entry;
 
 // [Note: In use]
-// An entry lets go of its storage when every save has read it, and whoever reads it holds it on: one
-// operator for as long as it runs, the recomputation of a checkpoint region until backward is past
-// the operators that read it there. Such a region also saves storages of its own. All of them count
-// as resident for as long as they are there, so that a budget and a peak mean the same bytes however
-// a unit gets what it needs. Backward holds them; here are weak references, looked through at each
-// mark.
+// An entry lets go of its storage when every save has read it, and whoever reads it holds it on:
+// one operator for as long as it runs, the recomputation of a checkpoint region until backward is
+// past the operators that read it there. Such a region also saves storages of its own. All of them
+// count as resident for as long as they are there, so that a budget and a peak mean the same bytes
+// however a unit gets what it needs. Backward holds them; here are weak references, looked through
+// at each mark.
 
 // The engine's lock serialises the calls.
 class InUse {
@@ -27,8 +27,8 @@ class InUse {
 
   // A region has saved a storage that no entry counts. False: it was known.
   bool add(const StorageRef& storage);
-  // An entry has let go of its storage, which counts until that is gone, or the entry: what is there
-  // without its graph is somebody else's.
+  // An entry has let go of its storage, which counts until that is gone, or the entry: what is
+  // there without its graph is somebody else's.
   void add(Entry& entry);
   // An entry holds its storage again, and counts it.
   void remove(const void* key);

@@ -201,8 +201,8 @@ size_t Recorder::unit_number(std::string_view unit) {
 
 // Notices which storages the graph has let go of since the last mark. An operator that saved
 // several storages asks for one after another and uses them together; the recomputation of a
-// checkpoint region may hold what it was given for longer ([Note: In use] in in_use.h). A graph that
-// is retained, or the frame of a region, has storages for longer than anybody uses them.
+// checkpoint region may hold what it was given for longer ([Note: In use] in in_use.h). A graph
+// that is retained, or the frame of a region, has storages for longer than anybody uses them.
 void Recorder::look_at_served() {
   const int32_t mark = next_mark();
   std::erase_if(served_, [&](size_t index) {

@@ -218,9 +218,8 @@ SaveResult Engine::decide(const Offer& offer, std::optional<Action> action, Foun
   if (!planning.directed()) {
     return admit(offer, by, {.action = wanted});
   }
-  // What a region saves is what its user does not want to run again.
-  const bool may_learn = recipes_ && !offer.scope.group &&
-                         (wanted == Action::kRecompute || (!policy_.action && !policy_.asks));
+  const bool may_learn =
+      recipes_ && (wanted == Action::kRecompute || (!policy_.action && !policy_.asks));
   if (wanted == Action::kRecompute) {
     wanted = by->traits.without_recipe;
   }

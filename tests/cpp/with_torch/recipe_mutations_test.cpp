@@ -16,6 +16,7 @@
 #include <utility>
 #include <vector>
 
+#include "engine/recipe_host.h"
 #include "lane/worker_lane.h"
 #include "pool/host_slabs.h"
 #include "pool/pool.h"
