@@ -211,8 +211,7 @@ void* StreamCodecLane::workspace(const memswap_codec& codec) {
 
 template <class Job>
 int StreamCodecLane::launch(const char* name, c10::Stream stream, const Job& job,
-                            int (*run)(const Job*, const memswap_launch*),
-                            void* workspace) const {
+                            int (*run)(const Job*, const memswap_launch*), void* workspace) const {
   return submit(name, stream, [=](void* native) {
     memswap_launch launch{};
     launch.stream = native;

@@ -181,9 +181,9 @@ at::Tensor encode_with(const memswap_codec& codec, const at::Tensor& self, int64
   job.checksum = checksum ? 1 : 0;
   job.frame = frame.mutable_data_ptr();
   job.input = input.nbytes() > 0 ? input.const_data_ptr() : job.frame;  // never null
-  const int done = run_on(
-      self.device(), "memswap::encode",
-      [&codec, job](const memswap_launch& launch) { return codec.encode(&job, &launch); });
+  const int done =
+      run_on(self.device(), "memswap::encode",
+             [&codec, job](const memswap_launch& launch) { return codec.encode(&job, &launch); });
   check_codec(codec, done, "encode a tensor");
   return frame;
 }
@@ -263,9 +263,9 @@ at::Tensor decode_with(const memswap_codec& codec, const at::Tensor& given, at::
   job.status = on_host ? &status : static_cast<uint32_t*>(device_status.mutable_data_ptr());
   // Never null, and never written where there are no elements.
   job.output = job.elements > 0 ? output.mutable_data_ptr() : const_cast<void*>(job.frame);
-  const int done = run_on(
-      given.device(), "memswap::decode",
-      [&codec, job](const memswap_launch& launch) { return codec.decode(&job, &launch); });
+  const int done =
+      run_on(given.device(), "memswap::decode",
+             [&codec, job](const memswap_launch& launch) { return codec.decode(&job, &launch); });
   check_codec(codec, done, "decode a frame");
   if (!on_host && check_decode) {
     status = static_cast<uint32_t>(device_status.item<int32_t>());

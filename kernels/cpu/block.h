@@ -78,11 +78,9 @@ inline void ask_ahead(const EncodeParams& params, const uint8_t* elements, uint3
 }
 
 // For what knows no more than one block: EncodeBlocks of a function of the same arguments, each of
-// them for one block, that returns what it has made. Unless it asks for elements itself, they are
-// asked for by pages.
+// them for one block, that returns what it has made.
 template <EncodedBlock (*kEncodeBlock)(const EncodeParams& params, const void* elements,
-                                       uint32_t count, uint8_t* slab, uint8_t* payload),
-          bool kAsksPages = true>
+                                       uint32_t count, uint8_t* slab, uint8_t* payload)>
 void encode_one_by_one(const EncodeParams& params, const void* elements, uint32_t count,
                        uint8_t* slabs, uint8_t* payloads, EncodedBlock* encoded) {
   const uint32_t block_bytes = frame::kBlockElements * frame::width_of(params.dtype);
@@ -93,7 +91,7 @@ void encode_one_by_one(const EncodeParams& params, const void* elements, uint32_
     if (params.touches_pages) {
       touch_pages_ahead(slabs, slab_bytes);
     }
-    if (kAsksPages && params.asks_pages) {
+    if (params.asks_pages) {
       ask_pages(from, block_bytes);
     }
     *encoded = kEncodeBlock(params, from, here, slabs, payloads);

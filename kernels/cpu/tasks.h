@@ -64,8 +64,8 @@ void run_tasks(const memswap_launch& launch, size_t tasks, Work& work) {
       &work);
 }
 
-// Calls code(chunk, workspace) for 0 .. chunks - 1, with a workspace for each task, and returns when
-// all is done; false if there was no memory, and then nothing was done.
+// Calls code(chunk, workspace) for 0 .. chunks - 1, with a workspace for each task, and returns
+// when all is done; false if there was no memory, and then nothing was done.
 template <typename Workspace, typename Code>
 bool run_chunks(const BlockCodec& blocks, uint32_t chunks, const memswap_launch& launch,
                 Code code) {

@@ -213,6 +213,8 @@ inline Vector odd_bytes(Vector a, Vector b) {
 inline Vector narrow(Vector a, Vector b) {
   return in_order(_mm256_packs_epi16(native(a), native(b)));
 }
+// Lanes of two bytes and more to lanes half as wide that have their highest bits.
+inline Vector narrow_signs(Vector a, Vector b) { return narrow(a, b); }
 inline Vector interleave_low(Vector a, Vector b) {
   return vector(_mm256_permute2x128_si256(_mm256_unpacklo_epi8(native(a), native(b)),
                                           _mm256_unpackhi_epi8(native(a), native(b)), 0x20));
@@ -225,6 +227,11 @@ inline Vector interleave_high(Vector a, Vector b) {
 inline Vector even_words(Vector a, Vector b) {
   const __m256 words =
       _mm256_shuffle_ps(_mm256_castsi256_ps(native(a)), _mm256_castsi256_ps(native(b)), 0x88);
+  return in_order(_mm256_castps_si256(words));
+}
+inline Vector odd_words(Vector a, Vector b) {
+  const __m256 words =
+      _mm256_shuffle_ps(_mm256_castsi256_ps(native(a)), _mm256_castsi256_ps(native(b)), 0xdd);
   return in_order(_mm256_castps_si256(words));
 }
 // Of 4 bytes, the lower and the upper half of the vector to 8 bytes.

@@ -242,7 +242,7 @@ inline Vector choose(const LaneChoice& choice, Vector a, Vector b) {
   return vector(_mm512_permutex2var_epi8(native(a), native(load(choice.lane)), native(b)));
 }
 inline constexpr LaneChoice kEvenBytes = every(1, 2, 0), kOddBytes = every(1, 2, 1);
-inline constexpr LaneChoice kEvenWords = every(4, 2, 0);
+inline constexpr LaneChoice kEvenWords = every(4, 2, 0), kOddWords = every(4, 2, 1);
 inline constexpr LaneChoice kOddHalves = every(2, 2, 1);
 inline constexpr LaneChoice kBytesLow = in_turns(1, 0), kBytesHigh = in_turns(1, kLanes / 2);
 inline constexpr LaneChoice kHalvesLow = in_turns(2, 0), kHalvesHigh = in_turns(2, kLanes / 2);
@@ -252,6 +252,7 @@ inline Vector odd_bytes(Vector a, Vector b) { return choose(kOddBytes, a, b); }
 inline Vector interleave_low(Vector a, Vector b) { return choose(kBytesLow, a, b); }
 inline Vector interleave_high(Vector a, Vector b) { return choose(kBytesHigh, a, b); }
 inline Vector even_words(Vector a, Vector b) { return choose(kEvenWords, a, b); }
+inline Vector odd_words(Vector a, Vector b) { return choose(kOddWords, a, b); }
 inline Vector widen_low_words(Vector words) {
   return vector(_mm512_cvtepu32_epi64(_mm512_castsi512_si256(native(words))));
 }
@@ -261,6 +262,8 @@ inline Vector widen_high_words(Vector words) {
 inline Vector odd_halves(Vector a, Vector b) { return choose(kOddHalves, a, b); }
 inline Vector interleave_low_halves(Vector a, Vector b) { return choose(kHalvesLow, a, b); }
 inline Vector interleave_high_halves(Vector a, Vector b) { return choose(kHalvesHigh, a, b); }
+
+inline constexpr bool kLooksAtMasks = false;
 
 // The reverse of append: what vector_expansion.h says.
 class Expansion {

@@ -57,6 +57,9 @@ inline Vector rest3_in_byte(Vector low, Lanes high) {
   return look_up(repeat16(kInByte), increment(move_bits<kAt, 2, 2>(low), high));
 }
 
+// Whether it pays to look whether all lanes are chosen, or none, where that happens.
+inline constexpr bool kLooksAtMasks = true;
+
 // Which byte of a row each chosen lane has; the row is given last, as planes of a block share it.
 class Expansion {
  public:

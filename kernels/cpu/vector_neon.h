@@ -172,12 +172,16 @@ inline Vector load_symbols4(const uint8_t* stream) {
 inline Vector even_bytes(Vector a, Vector b) { return vector(vuzp1q_u8(native(a), native(b))); }
 inline Vector odd_bytes(Vector a, Vector b) { return vector(vuzp2q_u8(native(a), native(b))); }
 inline Vector narrow(Vector a, Vector b) { return even_bytes(a, b); }
+inline Vector narrow_signs(Vector a, Vector b) { return odd_bytes(a, b); }
 inline Vector interleave_low(Vector a, Vector b) { return vector(vzip1q_u8(native(a), native(b))); }
 inline Vector interleave_high(Vector a, Vector b) {
   return vector(vzip2q_u8(native(a), native(b)));
 }
 inline Vector even_words(Vector a, Vector b) {
   return vector(vuzp1q_u32(reinterpret_cast<uint32x4_t>(a), reinterpret_cast<uint32x4_t>(b)));
+}
+inline Vector odd_words(Vector a, Vector b) {
+  return vector(vuzp2q_u32(reinterpret_cast<uint32x4_t>(a), reinterpret_cast<uint32x4_t>(b)));
 }
 inline Vector widen_low_words(Vector words) {
   return vector(vmovl_u32(vget_low_u32(reinterpret_cast<uint32x4_t>(words))));

@@ -1,8 +1,9 @@
 // Layout sparse to frames, with portable vectors.
+#include <algorithm>
+
 #include "vector.h"
-#include "vector_bitmap.h"
-#include "vector_floats.h"
 #include "vector_literal.h"
+#include "vector_survivors.h"
 
 MEMSWAP_VECTOR_BEGIN
 
@@ -12,218 +13,172 @@ namespace {
 using frame::Dtype;
 using frame::Layout;
 
-// The R bits that share a byte with E, as streams.
-template <uint32_t kRestBits>
-struct RestStreams {
-  static constexpr uint32_t kFirstBits = kRestBits == 3 ? 2 : kRestBits;
-  static constexpr uint32_t kSecondBits = kRestBits - kFirstBits;
-
-  static uint32_t bytes(uint32_t live) {
-    return bytes_of_bits(kFirstBits * live) + bytes_of_bits(kSecondBits * live);
+// Writes `bytes` bytes, and up to a vector behind them. Returns the end.
+inline uint8_t* append_row(uint8_t* out, const uint8_t* row, uint32_t bytes) {
+  for (uint32_t i = 0; i < bytes; i += kLanes) {
+    store(out + i, load(row + i));
   }
-
-  // Of the bytes in `row`, of which those from `live` on are 0. Returns the end.
-  static uint8_t* store(uint8_t* out, const Bytes& row, uint32_t live) {
-    uint8_t* const second = out + bytes_of_bits(kFirstBits * live);
-    for (uint32_t i = 0; kFirstBits != 0 && i < live; i += kLanes) {
-      if constexpr (kFirstBits == 4) {
-        store_symbols4(out + i / 2, row.vector[i / kLanes] & 15);
-      } else {
-        store_symbols2(out + i / 4, row.vector[i / kLanes] & 3);
-      }
-    }
-    for (uint32_t i = 0; kSecondBits != 0 && i < live; i += kLanes) {
-      store_mask(second + i / 8, mask_of_bit<2>(row.vector[i / kLanes]));
-    }
-    return second + bytes_of_bits(kSecondBits * live);
-  }
-};
-
-// Of kLanes elements in kWidth vectors, lanes of a byte that are 255 for all ones, and 0 for 0.
-template <uint32_t kWidth>
-[[gnu::always_inline]] inline Vector narrow_conditions(const Vector (&conditions)[kWidth]) {
-  if constexpr (kWidth == 1) {
-    return conditions[0];
-  } else {
-    Vector half[kWidth / 2];
-    for (uint32_t i = 0; i < kWidth / 2; ++i) {
-      half[i] = narrow(conditions[2 * i], conditions[2 * i + 1]);
-    }
-    return narrow_conditions<kWidth / 2>(half);
-  }
+  return out + bytes;
 }
 
-// Likewise, the byte of each that has the sign.
-template <uint32_t kWidth>
-[[gnu::always_inline]] inline Vector top_bytes(const Vector (&elements)[kWidth]) {
-  if constexpr (kWidth == 1) {
-    return elements[0];
-  } else {
-    Vector odd[kWidth / 2];
-    for (uint32_t i = 0; i < kWidth / 2; ++i) {
-      odd[i] = odd_bytes(elements[2 * i], elements[2 * i + 1]);
-    }
-    return top_bytes<kWidth / 2>(odd);
-  }
-}
+// One block after the other. With blocks in flight, as avx512_sparse.cpp has them, each step takes
+// the others' cache, and costs more than what it would wait for (measured with AVX2).
+template <Dtype kDtype>
+class SparseEncoder {
+  using Type = Float<kDtype>;
+  static constexpr uint32_t kWidth = Type::kWidth;
 
-// A block's elements that are not zero, in a row, and zeros behind them.
-template <uint32_t kWidth>
-class Survivors {
  public:
-  Survivors(const uint8_t* elements, const EncodeParams& params) {
-    using Words = typename Elements<UnsignedOf<kWidth>>::Vector;
-    uint8_t* end = bytes_;
-    Vector negative_zeros{};
-    for (uint32_t i = 0; i < kVectors; ++i) {
-      const uint8_t* const from = elements + kLanes * kWidth * i;
-      ask_lines(from, kLanes * kWidth, params.ahead(kLinesAhead));
-      Vector zero[kWidth];
-      for (uint32_t j = 0; j < kWidth; ++j) {
-        const Vector element = load(from + kLanes * j);
-        const Words words = reinterpret_cast<Words>(element);
-        zero[j] = reinterpret_cast<Vector>(words + words == 0);
-        negative_zeros |= element & zero[j];
-      }
-      uint8_t* const chosen = bitmap_.byte + kLanes / 8 * i;
-      store_mask(chosen, ~mask_of(narrow_conditions(zero)));
-      if constexpr (kWidth == 1) {
-        end = append(end, chosen, load(from));
-      } else {
-        for (uint32_t j = 0; j < kLanes / 8; ++j) {
-          end = append_elements<kWidth>(end, chosen[j], from + 8 * kWidth * j);
-        }
-      }
-    }
-    for (uint32_t j = 0; j < kWidth; ++j) {
-      store(end + kLanes * j, Vector{});
-    }
-    count_ = static_cast<uint32_t>(end - bytes_) / kWidth;
-    has_negative_zero_ = any(mask_of(negative_zeros));
-  }
+  SparseEncoder(const EncodeParams& params, const uint8_t* elements, uint32_t count,
+                uint8_t* payload, EncodedBlock* encoded)
+      : params_(params), elements_(elements), count_(count), payload_(payload), encoded_(encoded) {}
 
-  // By which elements they are.
-  const Bitmap& bitmap() const { return bitmap_; }
-  uint32_t count() const { return count_; }
-  // Whether another element is.
-  bool has_negative_zero() const { return has_negative_zero_; }
-
-  // kLanes of them from `i` on, rotated, as byte planes.
-  void load_planes(uint32_t i, Vector (&v)[kWidth]) const {
-    load_rotated<kWidth>(bytes_ + kWidth * i, v);
+  void run() {
+    const uint32_t blocks = (count_ + frame::kBlockElements - 1) / frame::kBlockElements;
+    for (uint32_t b = 0; b < blocks; ++b) {
+      survivors_.find(elements_of(b));
+      ask_quarter(b, 0);
+      choose_center();
+      ask_quarter(b, 1);
+      encode_codes();
+      ask_quarter(b, 2);
+      if (survivors_.has_negative_zero()) {
+        survivors_.list_signs(elements_of(b), signs_);
+      }
+      split_escapes2(escapes_, center_, first_.byte, deeper_);
+      write(b);
+      ask_quarter(b, 3);
+    }
   }
 
  private:
-  // Bytes ahead. Measured: see [Note: asking ahead].
-  static constexpr uint32_t kLinesAhead = 8192;
+  const uint8_t* elements_of(uint32_t b) const { return elements_ + b * Type::kBlockBytes; }
 
-  Bitmap bitmap_;
-  uint32_t count_;
-  bool has_negative_zero_;
-  alignas(64) uint8_t bytes_[frame::kBlockElements * kWidth + kLanes * kWidth];
+  void ask_quarter(uint32_t b, uint32_t quarter) const {
+    ask_ahead<Type::kBlockBytes, Survivors<kWidth>::kLinesAhead>(params_, elements_, b, quarter);
+  }
+
+  // The symbols, what shares their bytes, and c2.
+  void choose_center() {
+    const uint32_t vectors = survivors_.vectors();
+    Vector highest{};
+    for (uint32_t i = 0; i < vectors; ++i) {
+      const Vector top = survivors_.cut(kLanes * i);
+      take_rest(top, i);
+      const Vector symbol = move_bits<Type::kRestBits, 0, Type::kSymbolBits>(top);
+      symbols_.vector[i] = symbol;
+      highest = maximum(highest, symbol);
+    }
+    const Crowd crowd =
+        crowd_of_survivors<Type::kSymbolBits>(symbols_, vectors, highest_of(highest));
+    center_ = center_of(crowd, canonical::kLq2Eighths);
+  }
+
+  void take_rest(Vector top, uint32_t i) {
+    if constexpr (Type::kRestBits == 4) {
+      store_symbols4(rest_[0].byte + kLanes / 2 * i, top & 15);
+    } else if constexpr (Type::kRestBits == 3) {
+      store_symbols2(rest_[0].byte + kLanes / 4 * i, top & 3);
+      store_mask(rest_[1].byte + kLanes / 8 * i, mask_of_bit<2>(top));
+    }
+  }
+
+  // The stream of L0 codes, and the escapes.
+  void encode_codes() {
+    const uint32_t vectors = survivors_.vectors();
+    const uint32_t behind = vectors * kLanes - survivors_.count();
+    if (behind != 0) {  // these have code 0 and become the last escapes, which do not count
+      symbols_.vector[vectors - 1] |= only(~first_lanes(kLanes - behind), broadcast(center_));
+    }
+    const Vector first = broadcast(static_cast<uint8_t>(center_ - 1u));
+    uint8_t* end = escapes_.symbol.byte;
+    for (uint32_t i = 0; i < vectors; ++i) {
+      const Vector symbol = symbols_.vector[i];
+      const Vector below_limit = minimum(first - symbol, broadcast(3));
+      store_symbols2(codes_.byte + kLanes / 4 * i, (below_limit + 1) & 3);
+      end = append(end, mask_of(equal(below_limit, broadcast(3))), symbol);
+    }
+    escapes_.end_at(end - behind, center_);
+  }
+
+  uint8_t* append_signs(uint8_t* out) const {
+    const uint32_t zeros = frame::kBlockElements - survivors_.count();
+    for (uint32_t i = 0; i < zeros; i += kLanes) {
+      store_mask(out + i / 8, mask_of_bit<7>(load(signs_.byte + i)));
+    }
+    return out + bytes_of_bits(zeros);
+  }
+
+  void write(uint32_t b) {
+    const uint32_t live = survivors_.count();
+    // Missing elements are zeros, too.
+    const uint32_t zeros =
+        std::min(count_ - b * frame::kBlockElements, frame::kBlockElements) - live;
+
+    // All but the escapes always fits: codes and signs are fewer bits than the symbols.
+    bool packed;
+    uint8_t* end = encode_bitmap(survivors_.bitmap(), payload_, packed);
+    for (uint32_t p = 0; p < Type::kBytePlanes; ++p) {
+      end = append_row(end, survivors_.plane(p), live);
+    }
+    if constexpr (Type::kRestBits != 0) {
+      constexpr uint32_t kFirstBits = Type::kRestBits == 4 ? 4 : 2;
+      end = append_row(end, rest_[0].byte, bytes_of_bits(kFirstBits * live));
+    }
+    if constexpr (Type::kRestBits == 3) {
+      end = append_row(end, rest_[1].byte, bytes_of_bits(live));
+    }
+    end = append_row(end, codes_.byte, bytes_of_bits(2 * live));
+    if (survivors_.has_negative_zero()) {
+      end = append_signs(end);
+    }
+    const uint8_t* const limit =
+        payload_ + (frame::max_payload_units(kDtype, Layout::kSparse) - 1) * frame::kUnitBytes;
+    if (escapes_.count != 0) {
+      end = append_row(end, first_.byte, bytes_of_bits(2 * escapes_.count));
+      end = encode_nibbles(kLq2Nibbles, deeper_, center_, end, limit);
+    }
+    EncodedBlock& encoded = encoded_[b];
+    if (end == nullptr || end > limit) {
+      encoded = encode_literal<false>(params_, elements_of(b), count_, nullptr, payload_);
+      encoded.zeros = zeros;
+    } else {
+      store_as<uint64_t>(end, 0);  // the rest of the last unit
+      const uint32_t units = units_of_bytes(static_cast<uint32_t>(end - payload_));
+      const uint32_t mode = survivors_.has_negative_zero() ? frame::kSignedZeros : frame::kZeros;
+      encoded = {mode, units, zeros, center_, center_, packed};
+    }
+    payload_ += encoded.units * frame::kUnitBytes;
+  }
+
+  const EncodeParams& params_;
+  const uint8_t* const elements_;
+  const uint32_t count_;
+  uint8_t* payload_;
+  EncodedBlock* const encoded_;
+  Survivors<kWidth> survivors_;
+  uint8_t center_ = 0;
+  Row rest_[2];  // the R bits that share the top byte with E, as streams
+  Bytes symbols_;
+  Row codes_;
+  AlignedRow signs_;  // of the zeros, a byte for each
+  alignas(kRowAlignment) Escapes escapes_;
+  Row first_;  // S1 of the escapes
+  Escapes deeper_;
 };
 
-// A bit for each zero, set where it is negative.
-template <uint32_t kWidth>
-inline void store_signs(uint8_t* out, const uint8_t* elements, const Bitmap& bitmap) {
-  Row tops;
-  uint8_t* end = tops.byte;
-  for (uint32_t i = 0; i < kVectors; ++i) {
-    Vector v[kWidth];
-    for (uint32_t j = 0; j < kWidth; ++j) {
-      v[j] = load(elements + kLanes * (kWidth * i + j));
-    }
-    end = append(end, ~load_mask(bitmap.byte + kLanes / 8 * i), top_bytes(v));
-  }
-  store(end, Vector{});
-  for (const uint8_t* from = tops.byte; from < end; from += kLanes, out += kLanes / 8) {
-    store_mask(out, mask_of_bit<7>(load(from)));
-  }
-}
-
 template <Dtype kDtype>
-EncodedBlock encode_sparse(const EncodeParams& params, const void* elements, uint32_t count,
-                           uint8_t* slab, uint8_t* payload) {
-  using Type = Float<kDtype>;
-  using Rest = RestStreams<Type::kRestBits>;
-  constexpr uint32_t kWidth = Type::kWidth;
-  const auto* from = static_cast<const uint8_t*>(elements);
-  const Survivors<kWidth> survivors(from, params);
-  const uint32_t live = survivors.count();
-  const bool has_negative_zero = survivors.has_negative_zero();
-  const uint32_t missing_zeros = frame::kBlockElements - count;
-  const uint32_t zeros = frame::kBlockElements - live;
-
-  const uint32_t vectors = (live + kLanes - 1) / kLanes;
-  const uint32_t behind = vectors * kLanes - live;
-  Row planes[kWidth];  // one more than byte planes, of which there may be none
-  Bytes top, all;      // with the bits of R, and without
-  Vector highest{};
-  for (uint32_t i = 0; i < vectors; ++i) {
-    Vector v[kWidth];
-    survivors.load_planes(kLanes * i, v);
-    for (uint32_t p = 0; p < Type::kBytePlanes; ++p) {
-      store(planes[p].byte + kLanes * i, v[p]);
-    }
-    top.vector[i] = v[kWidth - 1];
-    all.vector[i] = move_bits<Type::kRestBits, 0, Type::kSymbolBits>(v[kWidth - 1]);
-    highest = maximum(highest, all.vector[i]);
-  }
-  const Crowd crowd = crowd_of_survivors<Type::kSymbolBits>(all, vectors, highest_of(highest));
-  const uint8_t center = center_of(crowd, canonical::kLq2Eighths);
-  if (behind != 0) {  // these have code 0 and become the last escapes, which do not count
-    all.vector[vectors - 1] |= only(~first_lanes(kLanes - behind), broadcast(center));
-  }
-  const Vector first = broadcast(static_cast<uint8_t>(center - 1u));
-  uint8_t codes[frame::kLowPlaneBytes + kLanes];
-  Escapes escapes, deeper;
-  uint8_t* escapes_end = escapes.symbol.byte;
-  for (uint32_t i = 0; i < vectors; ++i) {
-    const Vector below_limit = minimum(first - all.vector[i], broadcast(3));
-    store_symbols2(codes + kLanes / 4 * i, (below_limit + 1) & 3);
-    escapes_end = append(escapes_end, mask_of(equal(below_limit, broadcast(3))), all.vector[i]);
-  }
-  escapes.end_at(escapes_end - behind, center);
-  // S1, S2 and E bytes of 1024 escapes, and the vectors behind them.
-  uint8_t streams[frame::kBlockElements / 8 * (2 + 4 + 8) + kLanes];
-  const uint8_t* streams_end =
-      encode_escapes2(escapes, center, streams, streams + sizeof(streams) - kLanes, deeper);
-
-  const auto escape_bytes = static_cast<uint32_t>(streams_end - streams);
-  const uint32_t code_bytes = bytes_of_bits(2 * live);
-  const uint32_t sign_bytes = has_negative_zero ? bytes_of_bits(zeros) : 0;
-  bool packed;
-  uint8_t* end = encode_bitmap(survivors.bitmap(), payload, packed);
-  const auto bitmap_bytes = static_cast<uint32_t>(end - payload);
-  const uint32_t units = units_of_bytes(bitmap_bytes + live * Type::kBytePlanes +
-                                        Rest::bytes(live) + code_bytes + sign_bytes + escape_bytes);
-  if (units >= frame::max_payload_units(kDtype, Layout::kSparse)) {
-    EncodedBlock literal = encode_literal<false>(params, elements, count, slab, payload);
-    literal.zeros = zeros - missing_zeros;
-    return literal;
-  }
-  for (uint32_t p = 0; p < Type::kBytePlanes; ++p) {
-    __builtin_memcpy(end, planes[p].byte, live);
-    end += live;
-  }
-  end = Rest::store(end, top, live);
-  __builtin_memcpy(end, codes, code_bytes);
-  end += code_bytes;
-  if (has_negative_zero) {
-    store_signs<kWidth>(end, from, survivors.bitmap());
-    end += sign_bytes;
-  }
-  __builtin_memcpy(end, streams, escape_bytes);
-  store_as<uint64_t>(end + escape_bytes, 0);  // the rest of the last unit
-  const uint32_t mode = has_negative_zero ? frame::kSignedZeros : frame::kZeros;
-  return {mode, units, zeros - missing_zeros, center, center, packed};
+void encode_sparse(const EncodeParams& params, const void* elements, uint32_t count, uint8_t*,
+                   uint8_t* payloads, EncodedBlock* encoded) {
+  SparseEncoder<kDtype>(params, static_cast<const uint8_t*>(elements), count, payloads, encoded)
+      .run();
 }
 
 }  // namespace
 
 EncodeBlocks sparse_encoder(const EncodeParams& params) {
   return for_float<EncodeBlocks>(params.dtype, false, []<Dtype kDtype, bool>() -> EncodeBlocks {
-    return &encode_one_by_one<encode_sparse<kDtype>, false>;
+    return &encode_sparse<kDtype>;
   });
 }
 

@@ -15,6 +15,7 @@ using frame::Dtype;
 struct Streams {
   Bitmap bitmap;
   bool literal;   // there are none
+  bool in_rows;   // zeros come in rows: the bitmap is packed
   uint32_t live;  // survivors
   uint8_t center;
   const uint8_t* planes;  // byte planes, one behind the other
@@ -31,6 +32,7 @@ struct Streams {
 template <Dtype kDtype>
 inline bool find_streams(Streams& streams, const uint8_t* payload, const CodedBlock& block) {
   using Type = Float<kDtype>;
+  streams.in_rows = block.packed;
   streams.end = payload + block.units * frame::kUnitBytes;
   const uint8_t* at = decode_bitmap(streams.bitmap, block.packed, payload, streams.end);
   if (at == nullptr) {
@@ -106,6 +108,8 @@ class SparseDecoder {
   }
 
  private:
+  enum class Zeros { kSigned, kInRows, kScattered };
+
   // The block's streams, and its escapes in a row. A literal block is decoded, and has no streams.
   bool read(uint32_t b, const uint8_t* slab, const uint8_t* payload, const CodedBlock& block) {
     const uint32_t payload_bytes = block.units * frame::kUnitBytes;
@@ -140,7 +144,7 @@ class SparseDecoder {
     uint8_t* tops = tops_[b % 2].byte;
     for (uint32_t i = 0; i < streams.vectors(); ++i) {
       const Vector code = load_symbols2(streams.codes + kLanes / 4 * i);
-      const Expansion escapes(equal(code, Vector{}) & first_lanes(streams.live - kLanes * i));
+      const Expansion escapes(equal(code, Vector{}));  // behind the last survivor: of any bytes
       Vector top = escapes.take_over(look_up(table, code), next_escape);
       if constexpr (Type::kRestBits == 4) {
         top |= load_symbols4(streams.rest[0] + kLanes / 2 * i);
@@ -158,10 +162,13 @@ class SparseDecoder {
       return;
     }
     uint8_t* const out = output(b);
+    const uint8_t* const tops = tops_[b % 2].byte;
     if (streams.signs != nullptr) {
-      spread<true>(out, streams, tops_[b % 2].byte);
+      spread<Zeros::kSigned>(out, streams, tops);
+    } else if (kLooksAtMasks && streams.in_rows) {
+      spread<Zeros::kInRows>(out, streams, tops);
     } else {
-      spread<false>(out, streams, tops_[b % 2].byte);
+      spread<Zeros::kScattered>(out, streams, tops);
     }
   }
 
@@ -176,7 +183,7 @@ class SparseDecoder {
 
   // The survivors' bytes to their places among zeros, plane by plane, and then the bytes to
   // elements.
-  template <bool kSigns>
+  template <Zeros kZeros>
   static void spread(uint8_t* out, const Streams& streams, const uint8_t* tops) {
     const uint8_t* next[kWidth];  // by byte of the rotated survivor
     for (uint32_t p = 0; p < Type::kBytePlanes; ++p) {
@@ -185,11 +192,31 @@ class SparseDecoder {
     next[kWidth - 1] = tops;
     uint32_t zeros = 0;
     for (uint32_t i = 0; i < kVectors; ++i) {
-      const Lanes survivors = load_lanes(streams.bitmap.byte + kLanes / 8 * i);
+      const uint8_t* const chosen = streams.bitmap.byte + kLanes / 8 * i;
+      uint8_t* const to = out + kLanes * kWidth * i;
+      if constexpr (kZeros == Zeros::kInRows) {
+        const Mask mask = load_mask(chosen);
+        if (!any(mask)) {
+          for (uint32_t p = 0; p < kWidth; ++p) {
+            store_line<kStreaming>(to + kLanes * p, Vector{});
+          }
+          continue;
+        }
+        if (!any(~mask)) {
+          Vector v[kWidth];
+          for (uint32_t p = 0; p < kWidth; ++p) {
+            v[p] = load(next[p]);
+            next[p] += kLanes;
+          }
+          store_rotated<kWidth, kStreaming>(to, v);
+          continue;
+        }
+      }
+      const Lanes survivors = load_lanes(chosen);
       const Expansion expansion(survivors);
       Vector v[kWidth];
       for (uint32_t p = 0; p < kWidth; ++p) {
-        if (kSigns && p == 0) {
+        if (kZeros == Zeros::kSigned && p == 0) {
           // The rotated +0 is 0, and -0 is 1.
           const Lanes negative = spread_bits(streams.signs, zeros, ~survivors);
           v[0] = expansion.take_over(only(negative, broadcast(1)), next[0]);
@@ -198,7 +225,7 @@ class SparseDecoder {
           v[p] = expansion.take(next[p]);
         }
       }
-      store_rotated<kWidth, kStreaming>(out + kLanes * kWidth * i, v);
+      store_rotated<kWidth, kStreaming>(to, v);
     }
   }
 

@@ -38,8 +38,7 @@ bool everything_works(uint64_t seed) {
       return false;
     }
     emulated_decode(&decode, nullptr);
-    is_right &=
-        status == frame::kOk && emulator::errors.empty() && output.buffer == tensor.buffer;
+    is_right &= status == frame::kOk && emulator::errors.empty() && output.buffer == tensor.buffer;
   }
   return is_right;
 }

@@ -1,5 +1,5 @@
-// Launches: tensors of all kinds, bounded processors, what is asked once, room for payloads, arguments,
-// and errors of CUDA.
+// Launches: tensors of all kinds, bounded processors, what is asked once, room for payloads,
+// arguments, and errors of CUDA.
 #include "emulated_codec.h"
 
 namespace memswap::test {

@@ -16,7 +16,8 @@ inline const char* message_of(int code) {
     case MEMSWAP_CODEC_OK:
       return "success";
     case MEMSWAP_CODEC_BAD_ARGUMENT:
-      return "bad argument: there is no job, a pointer is NULL or not aligned (frames to 128 bytes, overflow arenas "
+      return "bad argument: there is no job, a pointer is NULL or not aligned (frames to 128 "
+             "bytes, overflow arenas "
              "to 8, tensors to their elements), the layout does not fit the dtype, a dtype, layout "
              "or profile is unknown, a size is beyond what a frame can hold, or only one of "
              "overflow and overflow_cursor is given";

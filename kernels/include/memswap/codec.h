@@ -2,8 +2,8 @@
  *
  * Every pointer below is readable (and, for outputs, writable) by the device that runs the work.
  * Nothing here allocates, and nothing waits: on a device, calls enqueue work on a stream and
- * return. The caller keeps a job's buffers alive until that work has ended; the job itself may go as
- * soon as the call returns. */
+ * return. The caller keeps a job's buffers alive until that work has ended; the job itself may go
+ * as soon as the call returns. */
 #ifndef MEMSWAP_CODEC_H
 #define MEMSWAP_CODEC_H
 
