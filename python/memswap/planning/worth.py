@@ -9,8 +9,8 @@ There, and only there, iterations are compared with plain ones, which is harmles
 beyond the others is just that little. If moving makes an iteration more than 1 % longer, as far as
 that is sure, everything stays from then on. Where more is freed there is no plain iteration: it
 would take the memory that was to be saved, and leave its mark on the peak of the process. On an
-accelerator `LEAST_BYTES` alone says what is little: free memory that is seen where a forward begins
-may be what its own peak needs.
+accelerator `LEAST_BYTES` alone says what is little. Plain iterations also need memory that was free
+where the most was on the device (`free_bytes`).
 
 What stays is what begins with inputs that are no larger than those of the iterations that were
 found to free little. A longer sequence moves from its first iteration on, and so does what begins
