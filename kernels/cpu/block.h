@@ -164,6 +164,13 @@ bool decode_one_by_one(const DecodeParams& params, uint8_t* out, const uint8_t* 
   return true;
 }
 
+// The upper 16 bits of each element of a block, whose elements are of 4 or 8 bytes (`width`). True
+// if all their other bits are 0.
+using HighHalves = bool (*)(uint32_t width, const void* elements, uint8_t* high);
+
+// Of the same: whether an element that is neither 0 nor -0 has upper 16 bits like them.
+using HidesSurvivors = bool (*)(uint32_t width, const void* elements);
+
 // The sum of section 4 of docs/format.md, over the first `bytes` bytes of a tile; the rest is 0.
 // `data` is aligned to the elements' width only.
 using Checksum = uint32_t (*)(const void* data, size_t bytes);
@@ -179,6 +186,8 @@ struct BlockCodec {
   const char* name;
   EncodeBlocks (*encoder)(const EncodeParams& params);
   DecodeBlocks (*decoder)(const DecodeParams& params);
+  HighHalves high_halves;
+  HidesSurvivors hides_survivors;
   Checksum checksum;
   Copy copy_around_caches;
   void (*fence)();

@@ -71,6 +71,30 @@ DecodeBlocks decoder(const DecodeParams& params) {
   return &decode_one_by_one<decode_literal>;
 }
 
+bool high_halves(uint32_t width, const void* elements, uint8_t* high) {
+  const auto* bytes = static_cast<const uint8_t*>(elements);
+  bool others_are_zero = true;
+  for (uint32_t i = 0; i < kElements; ++i, bytes += width) {
+    memcpy(high + sizeof(uint16_t) * i, bytes + width - sizeof(uint16_t), sizeof(uint16_t));
+    for (uint32_t j = 0; j < width - sizeof(uint16_t); ++j) {
+      others_are_zero &= bytes[j] == 0;
+    }
+  }
+  return others_are_zero;
+}
+
+bool hides_survivors(uint32_t width, const void* elements) {
+  const auto* bytes = static_cast<const uint8_t*>(elements);
+  bool is_hidden = false;
+  for (uint32_t i = 0; i < kElements; ++i, bytes += width) {
+    uint64_t bits = 0;
+    memcpy(&bits, bytes, width);
+    const uint64_t others = bits & ((uint64_t{1} << (8 * width - 16)) - 1);
+    is_hidden |= others != 0 && (bits >> (8 * width - 16) & 0x7fff) == 0;
+  }
+  return is_hidden;
+}
+
 uint32_t checksum(const void* data, size_t bytes) {
   const auto* at = static_cast<const uint8_t*>(data);
   uint64_t sum = 0;
@@ -99,6 +123,8 @@ const BlockCodec& scalar_blocks() {
   static constexpr BlockCodec kBlocks = {"scalar",
                                          &scalar::encoder,
                                          &scalar::decoder,
+                                         &scalar::high_halves,
+                                         &scalar::hides_survivors,
                                          &scalar::checksum,
                                          &scalar::copy_around_caches,
                                          &scalar::fence};

@@ -49,8 +49,9 @@ DecodeBlocks decoder(const DecodeParams& params) {
 }  // namespace
 
 const BlockCodec& blocks() {
-  static constexpr BlockCodec kBlocks = {MEMSWAP_ISA_NAME,    &encoder, &decoder, &checksum,
-                                         &copy_around_caches, &fence};
+  static constexpr BlockCodec kBlocks = {
+      MEMSWAP_ISA_NAME,    &encoder, &decoder, &high_halves, &hides_survivors, &checksum,
+      &copy_around_caches, &fence};
   return kBlocks;
 }
 

@@ -17,6 +17,8 @@ EncodeBlocks ints_encoder(const EncodeParams& params);
 DecodeBlocks ints_decoder(const DecodeParams& params);
 EncodeBlocks raw_encoder(const EncodeParams& params);
 DecodeBlocks raw_decoder(const DecodeParams& params);
+bool high_halves(uint32_t width, const void* elements, uint8_t* high);
+bool hides_survivors(uint32_t width, const void* elements);
 uint32_t checksum(const void* data, size_t bytes);
 
 }  // namespace memswap::cpu::MEMSWAP_ISA

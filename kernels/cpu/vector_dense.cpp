@@ -34,18 +34,39 @@ template <Dtype kDtype, bool kStreaming>
   });
 }
 
-// False if a low half is not 0.
+// As HighHalves, of elements of kWidth bytes.
+template <uint32_t kWidth>
 inline bool take_high_halves(const uint8_t* elements, uint8_t* high) {
   Vector all{};
   for (uint32_t i = 0; i < 2 * kVectors; ++i) {
-    const Vector a = load(elements + 2 * kLanes * i);
-    const Vector b = load(elements + 2 * kLanes * i + kLanes);
-    all |= a | b;
-    store(high + kLanes * i, odd_halves(a, b));
+    Vector v[kWidth / 2];
+    for (uint32_t j = 0; j < kWidth / 2; ++j) {
+      v[j] = load(elements + kLanes * (kWidth / 2 * i + j));
+      all |= v[j];
+    }
+    if constexpr (kWidth == 8) {
+      v[0] = odd_words(v[0], v[1]);
+      v[1] = odd_words(v[2], v[3]);
+    }
+    store(high + kLanes * i, odd_halves(v[0], v[1]));
   }
-  using Words = Elements<uint32_t>::Vector;
-  const Words low_bits = reinterpret_cast<Words>(all) << 16;
-  return !any(mask_of(nonzero(reinterpret_cast<Vector>(low_bits))));
+  using Words = typename Elements<UnsignedOf<kWidth>>::Vector;
+  const Words others = reinterpret_cast<Words>(all) << 16;
+  return !any(mask_of(nonzero(reinterpret_cast<Vector>(others))));
+}
+
+// As HidesSurvivors, of elements of kWidth bytes.
+template <uint32_t kWidth>
+inline bool hides_survivors_of(const uint8_t* elements) {
+  using Word = UnsignedOf<kWidth>;
+  using Words = typename Elements<Word>::Vector;
+  constexpr Word kMagnitude = static_cast<Word>(Word{0x7fff} << (8 * kWidth - 16));
+  Words hidden{};
+  for (uint32_t i = 0; i < kWidth * kVectors; ++i) {
+    const Words words = reinterpret_cast<Words>(load(elements + kLanes * i));
+    hidden |= words & reinterpret_cast<Words>((words & kMagnitude) == 0);
+  }
+  return any(mask_of(nonzero(reinterpret_cast<Vector>(hidden << 16))));
 }
 
 template <bool kStreaming>
@@ -249,15 +270,15 @@ bool decode_dense(const DecodeParams& params, uint8_t* out, const uint8_t* slabs
 }
 
 // The high halves of a block of float32.
-struct alignas(kLineBytes) HighHalves {
+struct alignas(kLineBytes) Halves {
   uint8_t byte[2 * frame::kBlockElements];
 };
 
 template <bool kStreaming>
 EncodedBlock encode_upcast(const EncodeParams& params, const void* elements, uint32_t count,
                            uint8_t* slab, uint8_t* payload) {
-  HighHalves high;
-  if (!take_high_halves(static_cast<const uint8_t*>(elements), high.byte)) {
+  Halves high;
+  if (!take_high_halves<4>(static_cast<const uint8_t*>(elements), high.byte)) {
     return encode_literal<kStreaming>(params, elements, count, slab, payload);
   }
   EncodedBlock encoded;
@@ -271,7 +292,7 @@ bool decode_upcast(const DecodeParams& params, uint8_t* out, const uint8_t* slab
   if (block.mode == frame::kLiteral) {
     return decode_literal<kStreaming>(params, out, slab, payload, block);
   }
-  HighHalves high;
+  Halves high;
   Symbols symbols;
   if (!read_symbols<Dtype::kBf16>(symbols, slab, payload, block, !params.asks_pages)) {
     return false;
@@ -282,6 +303,16 @@ bool decode_upcast(const DecodeParams& params, uint8_t* out, const uint8_t* slab
 }
 
 }  // namespace
+
+bool high_halves(uint32_t width, const void* elements, uint8_t* high) {
+  const auto* from = static_cast<const uint8_t*>(elements);
+  return width == 4 ? take_high_halves<4>(from, high) : take_high_halves<8>(from, high);
+}
+
+bool hides_survivors(uint32_t width, const void* elements) {
+  const auto* from = static_cast<const uint8_t*>(elements);
+  return width == 4 ? hides_survivors_of<4>(from) : hides_survivors_of<8>(from);
+}
 
 EncodeBlocks dense_encoder(const EncodeParams& params) {
   return for_float<EncodeBlocks>(params.dtype, params.streaming,

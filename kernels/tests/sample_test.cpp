@@ -102,6 +102,17 @@ std::vector<Case> cases() {
            }
          }
        }},
+      // Their upper halves, which tell what most others take, are 0.
+      {"denormals",
+       {Dtype::kFp32, Dtype::kFp64},
+       [](Tensor& tensor) {
+         const uint32_t width = frame::width_of(tensor.dtype);
+         memset(tensor.buffer.data(), 0, tensor.elements * width);
+         for (uint64_t i = 0; i < tensor.elements; ++i) {
+           const uint64_t bits = random(17, i);
+           memcpy(tensor.buffer.data() + i * width, &bits, width - 2);
+         }
+       }},
       {"float16 in float32",
        {Dtype::kFp32},
        [](Tensor& tensor) {
