@@ -119,7 +119,7 @@ TEST_F(Batches, WhatWasSavedLeavesTogetherAndComesBack) {
 }
 
 TEST_F(Batches, BucketsAreNoLongerThanTheyMayBeAndLargeStoragesTravelAlone) {
-  engine->set_batch_limits({.small_bytes = kBytes, .bucket_bytes = 2 * kBytes});
+  engine->batch_limits = {.small_bytes = kBytes, .bucket_bytes = 2 * kBytes};
   const BatchPtr batch = begin();
   std::vector<EntryPtr> entries;
   for (const int64_t nbytes : {kBytes, kBytes, kBytes + 1, kBytes, kBytes, kBytes}) {
@@ -214,7 +214,7 @@ TEST_F(Batches, AnEngineIsNotHeldByItself) {
 }
 
 TEST_F(Batches, WhatFindsNoRoomStaysAndIsCounted) {
-  engine->set_batch_limits({.small_bytes = 0});
+  engine->batch_limits = {.small_bytes = 0};
   const BatchPtr batch = begin();
   const EntryPtr entry = save(*batch, filled(8, 2 << 20));
   batch->launch_offload();
@@ -275,7 +275,7 @@ TEST_F(Batches, ALoadNoticesThatTheSendHasFailed) {
   const std::shared_ptr<bool> fails = leave_by_sends_that_may_fail();
   std::vector<std::string> told;
   engine->ledger.warn = [&](const std::string& message) { told.push_back(message); };
-  engine->set_batch_limits({.small_bytes = 0});
+  engine->batch_limits = {.small_bytes = 0};
   const BatchPtr batch = begin();
   const at::Tensor held = filled(1);
   const EntryPtr entry = save(*batch, held);
@@ -344,7 +344,7 @@ TEST_F(Batches, WhatIsToldToLeaveWhileItReturnsGivesItsMemoryBack) {
     SCOPED_TRACE(small_bytes);
     const auto lane = std::make_shared<MemoryLane>(std::make_shared<WorkerLane>(2, 1 << 20));
     leave_by(lane);
-    engine->set_batch_limits({.small_bytes = small_bytes});
+    engine->batch_limits = {.small_bytes = small_bytes};
     const BatchPtr batch = begin();
     const std::vector<EntryPtr> entries = {save(*batch, filled(1)), save(*batch, filled(2))};
     batch->launch_offload();
@@ -365,7 +365,7 @@ TEST_F(Batches, WhatIsToldToLeaveWhileItReturnsGivesItsMemoryBack) {
 TEST_F(Batches, ALoadThatLackedMemoryGoesOnWhenItIsCalledAgain) {
   const auto lane = std::make_shared<MemoryLane>(std::make_shared<WorkerLane>(2, 1 << 20));
   leave_by(lane);
-  engine->set_batch_limits({.small_bytes = 0});
+  engine->batch_limits = {.small_bytes = 0};
   const BatchPtr batch = begin();
   std::vector<EntryPtr> entries;
   for (uint8_t value = 1; value <= 3; ++value) {
@@ -391,7 +391,7 @@ TEST_F(Batches, ALoadThatLackedMemoryGoesOnWhenItIsCalledAgain) {
 }
 
 TEST_F(Batches, AWarningThatIsAnErrorLosesNoStorage) {
-  engine->set_batch_limits({.small_bytes = 0});
+  engine->batch_limits = {.small_bytes = 0};
   engine->ledger.warn = [](const std::string& message) { throw std::runtime_error(message); };
   const BatchPtr batch = begin();
   const EntryPtr large = save(*batch, filled(1, 2 << 20)), other = save(*batch, filled(2));
