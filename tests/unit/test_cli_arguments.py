@@ -109,9 +109,11 @@ def test_selftest_that_checked_nothing_says_so(
     assert main(["selftest", "--device", "cpu", "--report", str(tmp_path / "r.json")]) == 1
 
 
-@pytest.mark.parametrize(("capability", "expected"), [("AVX2", (1, 256)), ("AVX512", (8, 512))])
-def test_a_batch_is_smaller_where_bfloat16_is_slow(
-    capability: str, expected: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("capability", "expected"), [("AVX2", (2, 512, "fp32")), ("AVX512", (8, 512, "bf16"))]
+)
+def test_a_model_is_of_float32_where_bfloat16_is_slow(
+    capability: str, expected: tuple[int, int, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
     monkeypatch.setattr(model_options.platform, "machine", lambda: "x86_64")
@@ -119,4 +121,4 @@ def test_a_batch_is_smaller_where_bfloat16_is_slow(
     parser = argparse.ArgumentParser()
     model_options.add_model_arguments(parser)
     found = parser.parse_args([])
-    assert (found.batch, found.seq) == expected
+    assert (found.batch, found.seq, found.dtype) == expected

@@ -20,7 +20,7 @@ def default_device() -> str:
 def multiplies_bfloat16_slowly() -> bool:
     """Whether torch multiplies bfloat16 matrices on this CPU without instructions made for it.
 
-    A step of the usual model takes more than a minute then: on x86 without AVX-512.
+    A step of the usual model takes minutes then: on x86 without AVX-512.
     """
     is_x86 = platform.machine() in ("x86_64", "AMD64")
     return is_x86 and torch.backends.cpu.get_cpu_capability() in ("DEFAULT", "AVX2")
@@ -30,23 +30,25 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of what is trained."""
     device = default_device()
     is_slow = device == "cpu" and multiplies_bfloat16_slowly()
-    less = "; less on a CPU without AVX-512, where bf16 is slow"
     parser.add_argument(
         "--device", default=device, help="cpu, cuda, npu, ...; an accelerator if any"
     )
     parser.add_argument("--layers", type=whole(1), default=6, help="of the GPT")
     parser.add_argument("--hidden", type=whole(1), default=384, help="its width")
     parser.add_argument("--heads", type=whole(1), default=6, help="they divide the width")
+    parser.add_argument("--seq", type=whole(1), default=512, help="bytes of text per sequence")
     parser.add_argument(
-        "--seq",
+        "--batch",
         type=whole(1),
-        default=256 if is_slow else 512,
-        help=f"bytes of text per sequence{less}",
+        default=2 if is_slow else 8,
+        help="sequences per step; fewer on a CPU without AVX-512",
     )
     parser.add_argument(
-        "--batch", type=whole(1), default=1 if is_slow else 8, help=f"sequences per step{less}"
+        "--dtype",
+        choices=tuple(DTYPES),
+        default="fp32" if is_slow else "bf16",
+        help="bf16 is autocast; fp32 on a CPU without AVX-512, where bf16 is slow",
     )
-    parser.add_argument("--dtype", choices=tuple(DTYPES), default="bf16", help="bf16 is autocast")
     parser.add_argument("--seed", type=int, default=0, help="of weights and text")
 
 
