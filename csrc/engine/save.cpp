@@ -174,7 +174,12 @@ const TransfersPtr& Engine::transfers_from(c10::Device device) {
   }
   TransfersPtr opened = host_->open(*this, device, std::nullopt);
   if (opened) {
-    opened->set_opens([this, device](Form form) { host_->open(*this, device, form); });
+    // Transfers may outlive their engine, whose storages alone open senders.
+    opened->set_opens([engine = weak_from_this(), device](Form form) {
+      if (const EnginePtr alive = engine.lock()) {
+        alive->host_->open(*alive, device, form);
+      }
+    });
   }
   return devices_.emplace_back(device, std::move(opened)).second;
 }
