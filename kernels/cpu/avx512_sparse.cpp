@@ -2,12 +2,10 @@
 // first and compacted each by itself, where vector_sparse.cpp compacts elements. Measured
 // (docs/benchmarks.md).
 #define MEMSWAP_VECTOR_AVX512
-#include <algorithm>
-
 #include "vector.h"
 #include "vector_bitmap.h"
 #include "vector_floats.h"
-#include "vector_literal.h"
+#include "vector_sparse_payload.h"
 
 MEMSWAP_VECTOR_BEGIN
 
@@ -15,15 +13,6 @@ namespace memswap::cpu::avx512 {
 namespace {
 
 using frame::Dtype;
-using frame::Layout;
-
-// Writes `bytes` bytes, and up to 64 behind them. Returns the end.
-inline uint8_t* append_row(uint8_t* out, const uint8_t* row, uint32_t bytes) {
-  for (uint32_t i = 0; i < bytes; i += kLanes) {
-    store(out + i, load(row + i));
-  }
-  return out + bytes;
-}
 
 // In steps, see [Note: blocks in flight]: rows are stored wherever they end and then loaded again,
 // which has to wait until they are in the cache. That holds of the escapes' own escapes as well.
@@ -130,22 +119,12 @@ class SparseEncoder {
     const uint32_t vectors = block.vectors();
     for (uint32_t i = 0; i < vectors; ++i) {
       const Vector top = load(block.plane[kWidth - 1].byte + kLanes * i);
-      take_rest(top, i, block.rest);
+      take_rest<Type>(top, i, block.rest);
       block.symbols.vector[i] = move_bits<Type::kRestBits, 0, Type::kSymbolBits>(top);
     }
     const Crowd crowd =
         crowd_of_survivors<Type::kSymbolBits>(block.symbols, vectors, block.maximum);
     block.center = center_of(crowd, canonical::kLq2Eighths);
-  }
-
-  // The R bits that share the top byte with E, as streams.
-  static void take_rest(Vector top, uint32_t i, Row (&rest)[2]) {
-    if constexpr (Type::kRestBits == 4) {
-      store_symbols4(rest[0].byte + kLanes / 2 * i, top & 15);
-    } else if constexpr (Type::kRestBits == 3) {
-      store_symbols2(rest[0].byte + kLanes / 4 * i, top & 3);
-      store_mask(rest[1].byte + kLanes / 8 * i, mask_of_bit<2>(top));
-    }
   }
 
   // The stream of L0 codes, and the escapes.
@@ -178,55 +157,16 @@ class SparseEncoder {
     store(end, Vector{});
   }
 
-  static uint8_t* append_signs(uint8_t* out, const Block& block) {
-    const uint32_t zeros = frame::kBlockElements - block.live;
-    for (uint32_t i = 0; i < zeros; i += kLanes) {
-      store_mask(out + i / 8, mask_of_bit<0>(load(block.signs.byte + i)));
-    }
-    return out + bytes_of_bits(zeros);
-  }
-
   void write(uint32_t b, const Block& block) {
-    const uint32_t live = block.live;
-    // Missing elements are zeros, too.
-    const uint32_t zeros =
-        std::min(count_ - b * frame::kBlockElements, frame::kBlockElements) - live;
-
-    // All but the escapes always fits: codes and signs are fewer bits than the symbols.
-    bool packed;
-    uint8_t* end = encode_bitmap(block.bitmap, payload_, packed);
+    SparseRows<kWidth> rows{block.live,  block.bitmap, {},
+                            block.rest,  block.codes,  block.has_negative_zero,
+                            block.signs, block.center, block.escapes,
+                            block.first, block.deeper};
     for (uint32_t p = 0; p < Type::kBytePlanes; ++p) {
-      end = append_row(end, block.plane[p].byte, live);
+      rows.plane[p] = block.plane[p].byte;
     }
-    if constexpr (Type::kRestBits != 0) {
-      constexpr uint32_t kFirstBits = Type::kRestBits == 4 ? 4 : 2;
-      end = append_row(end, block.rest[0].byte, bytes_of_bits(kFirstBits * live));
-    }
-    if constexpr (Type::kRestBits == 3) {
-      end = append_row(end, block.rest[1].byte, bytes_of_bits(live));
-    }
-    end = append_row(end, block.codes.byte, bytes_of_bits(2 * live));
-    if (block.has_negative_zero) {
-      end = append_signs(end, block);
-    }
-    const uint8_t* const limit =
-        payload_ + (frame::max_payload_units(kDtype, Layout::kSparse) - 1) * frame::kUnitBytes;
-    if (block.escapes.count != 0) {
-      end = append_row(end, block.first.byte, bytes_of_bits(2 * block.escapes.count));
-      end = encode_nibbles(kLq2Nibbles, block.deeper, block.center, end, limit);
-    }
-    EncodedBlock& encoded = encoded_[b];
-    if (end == nullptr || end > limit) {
-      const uint8_t* from = elements_ + b * Type::kBlockBytes;
-      encoded = encode_literal<false>(params_, from, count_, nullptr, payload_);
-      encoded.zeros = zeros;
-    } else {
-      store_as<uint64_t>(end, 0);  // the rest of the last unit
-      const uint32_t units = units_of_bytes(static_cast<uint32_t>(end - payload_));
-      const uint32_t mode = block.has_negative_zero ? frame::kSignedZeros : frame::kZeros;
-      encoded = {mode, units, zeros, block.center, block.center, packed};
-    }
-    payload_ += encoded.units * frame::kUnitBytes;
+    encoded_[b] = write_sparse<kDtype, 0>(params_, elements_, count_, b, rows, payload_);
+    payload_ += encoded_[b].units * frame::kUnitBytes;
   }
 
   const EncodeParams& params_;

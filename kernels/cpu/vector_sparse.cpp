@@ -1,8 +1,6 @@
 // Layout sparse to frames, with portable vectors.
-#include <algorithm>
-
 #include "vector.h"
-#include "vector_literal.h"
+#include "vector_sparse_payload.h"
 #include "vector_survivors.h"
 
 MEMSWAP_VECTOR_BEGIN
@@ -11,15 +9,6 @@ namespace memswap::cpu::MEMSWAP_ISA {
 namespace {
 
 using frame::Dtype;
-using frame::Layout;
-
-// Writes `bytes` bytes, and up to a vector behind them. Returns the end.
-inline uint8_t* append_row(uint8_t* out, const uint8_t* row, uint32_t bytes) {
-  for (uint32_t i = 0; i < bytes; i += kLanes) {
-    store(out + i, load(row + i));
-  }
-  return out + bytes;
-}
 
 // One block after the other. With blocks in flight, as avx512_sparse.cpp has them, each step takes
 // the others' cache, and costs more than what it would wait for (measured with AVX2).
@@ -64,7 +53,7 @@ class SparseEncoder {
     Vector highest{};
     for (uint32_t i = 0; i < vectors; ++i) {
       const Vector top = survivors_.cut(kLanes * i);
-      take_rest(top, i);
+      take_rest<Type>(top, i, rest_);
       const Vector symbol = move_bits<Type::kRestBits, 0, Type::kSymbolBits>(top);
       symbols_.vector[i] = symbol;
       highest = maximum(highest, symbol);
@@ -72,15 +61,6 @@ class SparseEncoder {
     const Crowd crowd =
         crowd_of_survivors<Type::kSymbolBits>(symbols_, vectors, highest_of(highest));
     center_ = center_of(crowd, canonical::kLq2Eighths);
-  }
-
-  void take_rest(Vector top, uint32_t i) {
-    if constexpr (Type::kRestBits == 4) {
-      store_symbols4(rest_[0].byte + kLanes / 2 * i, top & 15);
-    } else if constexpr (Type::kRestBits == 3) {
-      store_symbols2(rest_[0].byte + kLanes / 4 * i, top & 3);
-      store_mask(rest_[1].byte + kLanes / 8 * i, mask_of_bit<2>(top));
-    }
   }
 
   // The stream of L0 codes, and the escapes.
@@ -101,54 +81,23 @@ class SparseEncoder {
     escapes_.end_at(end - behind, center_);
   }
 
-  uint8_t* append_signs(uint8_t* out) const {
-    const uint32_t zeros = frame::kBlockElements - survivors_.count();
-    for (uint32_t i = 0; i < zeros; i += kLanes) {
-      store_mask(out + i / 8, mask_of_bit<7>(load(signs_.byte + i)));
-    }
-    return out + bytes_of_bits(zeros);
-  }
-
   void write(uint32_t b) {
-    const uint32_t live = survivors_.count();
-    // Missing elements are zeros, too.
-    const uint32_t zeros =
-        std::min(count_ - b * frame::kBlockElements, frame::kBlockElements) - live;
-
-    // All but the escapes always fits: codes and signs are fewer bits than the symbols.
-    bool packed;
-    uint8_t* end = encode_bitmap(survivors_.bitmap(), payload_, packed);
+    SparseRows<kWidth> rows{survivors_.count(),
+                            survivors_.bitmap(),
+                            {},
+                            rest_,
+                            codes_,
+                            survivors_.has_negative_zero(),
+                            signs_,
+                            center_,
+                            escapes_,
+                            first_,
+                            deeper_};
     for (uint32_t p = 0; p < Type::kBytePlanes; ++p) {
-      end = append_row(end, survivors_.plane(p), live);
+      rows.plane[p] = survivors_.plane(p);
     }
-    if constexpr (Type::kRestBits != 0) {
-      constexpr uint32_t kFirstBits = Type::kRestBits == 4 ? 4 : 2;
-      end = append_row(end, rest_[0].byte, bytes_of_bits(kFirstBits * live));
-    }
-    if constexpr (Type::kRestBits == 3) {
-      end = append_row(end, rest_[1].byte, bytes_of_bits(live));
-    }
-    end = append_row(end, codes_.byte, bytes_of_bits(2 * live));
-    if (survivors_.has_negative_zero()) {
-      end = append_signs(end);
-    }
-    const uint8_t* const limit =
-        payload_ + (frame::max_payload_units(kDtype, Layout::kSparse) - 1) * frame::kUnitBytes;
-    if (escapes_.count != 0) {
-      end = append_row(end, first_.byte, bytes_of_bits(2 * escapes_.count));
-      end = encode_nibbles(kLq2Nibbles, deeper_, center_, end, limit);
-    }
-    EncodedBlock& encoded = encoded_[b];
-    if (end == nullptr || end > limit) {
-      encoded = encode_literal<false>(params_, elements_of(b), count_, nullptr, payload_);
-      encoded.zeros = zeros;
-    } else {
-      store_as<uint64_t>(end, 0);  // the rest of the last unit
-      const uint32_t units = units_of_bytes(static_cast<uint32_t>(end - payload_));
-      const uint32_t mode = survivors_.has_negative_zero() ? frame::kSignedZeros : frame::kZeros;
-      encoded = {mode, units, zeros, center_, center_, packed};
-    }
-    payload_ += encoded.units * frame::kUnitBytes;
+    encoded_[b] = write_sparse<kDtype, 7>(params_, elements_, count_, b, rows, payload_);
+    payload_ += encoded_[b].units * frame::kUnitBytes;
   }
 
   const EncodeParams& params_;
